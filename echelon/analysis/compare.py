@@ -24,7 +24,7 @@ class MicroBatch:
         loss: the loss; empty if it was not recorded.
         stages: the gradients of each stage of a pipeline, keyed by stage index. An undivided model
             has one stage, 0.
-        ranks: the rank that recorded each stage.
+        ranks: the rank that recorded each stage, keyed by stage index.
     """
 
     rank: int = -1
@@ -50,8 +50,8 @@ class Bits:
     """The fingerprints that one run recorded.
 
     Attributes:
-        micro_batches: the records of micro-batches, keyed by step and number. For a repeated step,
-            the last repetition counts.
+        micro_batches: the records of micro-batches, keyed by step and micro-batch number. For a
+            repeated step, only the records of the last repetition are kept.
         norms: the norms of the reduced gradients, keyed by step and then by rank.
         num_torn: the number of lines that could not be read.
     """

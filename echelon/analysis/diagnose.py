@@ -64,7 +64,7 @@ _ENDINGS = frozenset({Cause.EXCEPTION, Cause.DEAD_PROCESS, Cause.OUT_OF_MEMORY, 
 
 
 def analyze(path: str | Path) -> Report:
-    """Read an incident, a `dump/`, a run directory or torch's dumps, and report what happened.
+    """Read an incident, a `dump/` folder, a run directory or torch's dumps; report what happened.
 
     Raises:
         DumpFormatError: files exist, but none of them can be read.

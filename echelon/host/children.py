@@ -46,7 +46,7 @@ def look_at(pid: int) -> HostChild:
 
 
 def _exit_code(fields: list[str]) -> int | None:
-    """Return a dead process's exit code in `subprocess`'s form, or None if it cannot be read."""
+    """Return a dead process's exit code, as in `subprocess`, or None if it cannot be read."""
     if len(fields) <= _EXIT_CODE_FIELD:
         return None
     status = int(fields[_EXIT_CODE_FIELD])

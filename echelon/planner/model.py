@@ -1,4 +1,4 @@
-"""Compute the weights and operations of a decoder-only transformer from its dimensions."""
+"""Compute how many weights and operations a decoder-only transformer has, from its dimensions."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Model:
 
     @property
     def key_width(self) -> int:
-        """The number of features of all key heads together, and of all value heads together."""
+        """The total number of features across all key heads, and also across all value heads."""
         return self.kv_heads * self.head_width
 
     @property
@@ -143,7 +143,7 @@ def read_model(text: str) -> Model:
     """Read a model from a preset's name, from `layers=12,width=768,...`, or from a config.json.
 
     Raises:
-        ValueError: the text has another form, or gives invalid sizes.
+        ValueError: the text has none of these forms, or gives invalid sizes.
         OSError: the file cannot be read.
     """
     if text in _PRESETS:

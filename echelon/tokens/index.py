@@ -49,7 +49,7 @@ class Index:
 
     Attributes:
         dtype: the dtype of the stored tokens: "uint8", "uint16" or "uint32".
-        vocabulary_size: every token is less than this number.
+        vocabulary_size: the size of the vocabulary; every token is less than this number.
         tokenizer: the name of the tokenizer, as passed to `echelon prepare`.
         end_of_document: the token that follows each document, or None.
     """

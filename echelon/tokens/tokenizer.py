@@ -20,7 +20,7 @@ class Tokenizer:
 
     Attributes:
         name: the name that was passed to `make_tokenizer`.
-        vocabulary_size: every token is less than this number.
+        vocabulary_size: the size of the vocabulary; every token is less than this number.
         end_of_document: the token that follows each document.
         encode: a function that converts text to tokens. The name of a special token within the text
             is encoded as ordinary text.

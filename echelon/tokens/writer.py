@@ -61,8 +61,8 @@ class ShardWriter:
 
     Args:
         folder: the folder to create. The folder must not exist, but its parent must.
-        vocabulary_size: every token must be less than this number. The number determines whether
-            tokens are stored as uint8, uint16 or uint32.
+        vocabulary_size: the size of the vocabulary; every token must be less than this number,
+            which determines whether tokens are stored as uint8, uint16 or uint32.
         tokenizer: the tokenizer's name, which is stored in the index for readers.
         end_of_document: the token to write after each document; with None, no token is written.
         shard_tokens: the number of tokens per shard; the last shard may have fewer.

@@ -27,7 +27,7 @@ _STATE = "average"
 
 
 class ExponentialMovingAverage(torch.optim.Optimizer):
-    """The averages of a model's parameters, which start as copies of the parameters.
+    """The moving averages of a model's parameters; they start as copies of the parameters.
 
     Create the averages after `fully_shard`. They take as much memory as another copy of this rank's
     shards (in float32 for lower-precision parameters), and as much as two copies inside

@@ -217,7 +217,7 @@ def failed_last(facts: RankEvidence) -> Any | None:
 
 
 def last_row(facts: RankEvidence) -> Any | None:
-    """Return the row of the operation that a rank began last, or None."""
+    """Return the row of the operation that a rank began most recently, or None."""
     return facts.rows[-1] if len(facts.rows) else None
 
 

@@ -216,7 +216,7 @@ class Router:
             raise
 
     def _rename(self, error: CollectiveError, meeting: Operation, operation: Operation) -> None:
-        """Make an error name the user's operation instead of the comparison of calls."""
+        """Change an error so that it names the user's operation, not the comparison of calls."""
         before, now = (build.place(self._members, one) for one in (meeting, operation))
         error.args = (str(error).replace(before, now, 1),)
         error.operation = operation.kind

@@ -258,7 +258,7 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, total, data)
 
     def _all_reduce_between_two(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
-        """Swap shares with the other host in chunks, summing one while the next is in transit."""
+        """Swap shares with the other host, summing one chunk while the next is in transit."""
         data, num_inside = array_of(operation.target), self._inside.members.size
         most = max(1, _CHUNK_BYTES // np.dtype(carried_of(operation)).itemsize)
         flying: Callable[[], None] | None = None

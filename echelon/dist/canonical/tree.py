@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A rank's run of numbers, from `start` to `stop` - 1, which may be empty.
+    """A rank's run of consecutive numbers, `start` to `stop` - 1; the run may be empty.
 
     Raises:
         ValueError: the numbers are not in order.

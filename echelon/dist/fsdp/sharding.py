@@ -44,10 +44,11 @@ def fully_shard(
 ) -> M:
     """Divide a module's parameters among ranks, and gather them while the module computes.
 
-    Call this function on the blocks first and on the whole model last. Each call makes one unit of
-    all parameters that do not yet belong to a unit. Every rank of the group must make the same
-    calls in the same order, and each call blocks until all ranks have joined. All ranks receive the
-    parameter values of group rank 0. Deleting the model frees its shards, hooks and memory.
+    Call this function on the blocks first and on the whole model last. Each call combines all of
+    the module's parameters that do not yet belong to a unit into one new unit. Every rank of the
+    group must make the same calls in the same order, and each call blocks until all ranks have
+    joined. All ranks receive the parameter values of group rank 0. Deleting the model frees its
+    shards, hooks and memory.
 
     Args:
         module: a module, or several modules that form one unit and run one after the other.

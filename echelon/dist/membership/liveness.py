@@ -2,12 +2,14 @@
 
 Evidence, strongest first:
 
-1. the death of a process on this host, detected directly (`peers`); 2. a verdict published by
-another rank; the first verdict is final, and all ranks report it; 3. the mark of a rank that closed
-the group properly; 4. a rank that does not answer the liveness check. Every rank's process answers
-on a separate thread with the number of collectives it has called, so a rank that is still computing
-is considered late, never dead. The answer also says what the rank is waiting for, so that a waiting
-rank is not blamed for another rank's fault.
+1. The death of a process on this host, detected directly (`peers`).
+2. A verdict published by another rank. The first verdict is final, and all ranks report it.
+3. The mark of a rank that closed the group properly.
+4. The lack of an answer to the liveness check.
+
+Every rank's process answers the check on a separate thread with the number of collectives that the
+rank has called, so a rank that is still computing is considered late, never dead. The answer also
+says what the rank is waiting for, so that a waiting rank is not blamed for another rank's fault.
 
 Neither a connection nor a lease of the store is evidence: a stopped rank keeps its connection, a
 live rank may lose its connection, and a lease may be out of date by as much as its duration (10 s

@@ -32,7 +32,7 @@ class EitherPending:
 
     Args:
         inside: the receive inside the host, which ends without a source if it was cancelled.
-        across: the receive between hosts, whose rival is `inside`.
+        across: the receive between hosts, which competes with `inside` for the message.
         near: the group ranks on this host, in the order of the host's group.
     """
 

@@ -21,8 +21,8 @@ class Arrival:
     Attributes:
         peer: group rank of the sender.
         size: size of the message in bytes.
-        number: the sender's number of an offered message; -1 if the bytes have arrived or are in
-            transit.
+        number: the number that the sender assigned to an offered message; -1 if the bytes have
+            arrived or are in transit.
         body: the bytes of an eager message.
         is_complete: whether all of the bytes have arrived.
         taker: the receive that gets the bytes once they have arrived.
@@ -104,7 +104,7 @@ class Matcher:
         return found
 
     def withdraw(self, receive: Transfer) -> None:
-        """Remove a posted receive unless it has been given a message."""
+        """Remove a posted receive, unless it has already been matched to a message."""
         key = (receive.operation.peer, receive.operation.tag)
         waiting = self._posted.get(key, deque())
         if receive in waiting:

@@ -174,7 +174,7 @@ def check_uneven(
 
     Raises:
         ValueError: the splits do not add up to the whole; the part does not hold this rank's rows;
-            dtypes, devices or rows differ; or the arrays overlap, but not in place.
+            dtypes, devices or rows differ; or the arrays overlap other than in place.
     """
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)

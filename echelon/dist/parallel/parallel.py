@@ -28,8 +28,9 @@ class Parallel:
     """One rank's part of a model, with methods to train it. Created by `parallelize`.
 
     Attributes:
-        model: this rank's module, with the whole model's names; in a pipeline, it contains this
-            rank's stages. Use it in a checkpoint's state: `{"model": parallel.model, ...}`.
+        model: this rank's module, whose parameters are named as in the whole model; in a pipeline,
+            it contains this rank's stages. Use it in a checkpoint's state:
+            `{"model": parallel.model, ...}`.
         mesh: the mesh with all four axes.
         data: the index of this rank's share of the batch, and the number of shares. Ranks with
             equal `data` must receive the same data.

@@ -4,8 +4,8 @@ Messages are numbered and kept until the other side has acknowledged them. When 
 the session continues on the next connection, and no message is lost or delivered twice. The amount
 of unacknowledged data is bounded.
 
-    frame: u64 number (0: no message; 2^64 - 1: this side hangs up), u64 number of the last message
-           received, message
+    frame: u64 number (0: no message; 2^64 - 1: this side is closing), u64 number of the last
+           message received, message
 """
 
 from __future__ import annotations

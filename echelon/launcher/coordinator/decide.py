@@ -188,7 +188,7 @@ class EndAttempt:
 
 @dataclass(frozen=True, slots=True)
 class DismissJoiners:
-    """An action: end the processes that have not joined, because all workers have finished."""
+    """An action: end the processes that have not joined, now that all workers have finished."""
 
     ranks: tuple[int, ...]
 

@@ -4,9 +4,9 @@ With `--on-loss shrink`, an attempt may survive the loss of a rank that is kille
 lost with its node. Every other rank must hold all the data that it needs to continue. The remaining
 ranks are published in the job's store as an epoch. Each rank then reports once it is ready to
 continue training. If an attempt cannot survive a loss, the loss is handled as an ordinary failure,
-and one line gives the reason. An epoch can also admit processes that take the place of lost ranks;
-`Replacements` starts them. From then on they are ranks like all others, but hold no state until
-they have joined.
+and the reason is logged in one line. An epoch can also admit processes that take the place of lost
+ranks; `Replacements` starts them. Once admitted, they are ranks like all others, but they hold no
+state until they have joined.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
 once all ranks of an epoch have met in that store. Ranks that are cut off from the store therefore

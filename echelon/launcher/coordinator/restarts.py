@@ -1,4 +1,4 @@
-"""Decide whether another attempt follows, from how the earlier attempts ended.
+"""Decide whether another attempt follows, based on how the earlier attempts ended.
 
 The policy (`policy/policy.py`) decides what follows a failure, within `--max-restarts`. The loss of
 a node does not use up a restart, because the next world may succeed without the node. After a few

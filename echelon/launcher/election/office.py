@@ -108,7 +108,7 @@ class Office:
         return [(name, self._beat(name, number, now_s)) for name in self._nodes]
 
     def beat_to(self, names: Iterable[str], now_s: float) -> list[tuple[str, Beat]]:
-        """Return extra heartbeats that renew the permits of some nodes."""
+        """Return extra heartbeats that renew the permits of the given nodes."""
         number = self._lease.beat(now_s)
         return [(name, self._beat(name, number, now_s)) for name in names if name in self._nodes]
 

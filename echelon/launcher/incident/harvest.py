@@ -47,7 +47,7 @@ def harvest(
     """Collect the black boxes of this node's workers, in the order of `workers`.
 
     The collection takes about one second at most, or twelve seconds if dumps are requested from
-    torch. A stall takes two seconds more. `idle(seconds)` is called for each wait.
+    torch. For a stall, it takes two seconds longer. `idle(seconds)` is called for each wait.
     """
     steps = harvest_steps(workers, occasion, lambda: False)
     while True:

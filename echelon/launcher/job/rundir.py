@@ -5,7 +5,7 @@
     RUN/report.json                              how the job ended, written last
     RUN/goodput.json                             how each second of each rank was spent
     RUN/rank_<r>/attempt_<n>/                    stdout.log, stderr.log, ring, stacks
-    RUN/rank_<r>/lost_<k>_of_attempt_<n>/        the same, of a rank that was lost and replaced
+    RUN/rank_<r>/lost_<k>_of_attempt_<n>/        the same, for a rank that was lost and replaced
     RUN/dump/incident_<k>/                       rank_<r>, incident.json, verdict.json, verdict.txt
     RUN/dump/latest -> incident_<k>              the newest complete incident
 

@@ -37,7 +37,8 @@ class History:
 
     Args:
         fixed_s: the stall rule's limit, in seconds.
-        num_long: how many samples longer than `fixed_s` make long durations normal.
+        num_long: how many samples longer than `fixed_s` it takes for long durations to count as
+            normal.
     """
 
     __slots__ = ("_first_ns", "_fixed_s", "_last_ns", "_num_left", "_num_long", "_slowest_ns",

@@ -1,4 +1,4 @@
-"""Control the workers through the guard: start them, signal them and receive their exits.
+"""Control the workers through the guard: start them, signal them, and learn how they exit.
 
 No method blocks for long. The agent's loop watches `fileno()` and calls `events()`.
 """

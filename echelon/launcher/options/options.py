@@ -1,6 +1,6 @@
 """The options of `echelon run`, which include torchrun's options.
 
-Every option can also be set by an environment variable `PET_<OPTION>`. The command line takes
+Every option can also be set through the environment variable `PET_<OPTION>`. The command line takes
 precedence. An invalid value is reported in one line, and the exit code is 2.
 """
 

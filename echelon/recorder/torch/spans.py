@@ -1,4 +1,4 @@
-"""Record phases of a torch program as spans: waits for data and store, checkpoints, compilation.
+"""Record phases of a torch program as spans: waits for data or the store, checkpoints, compilation.
 
 The program's own marks take precedence. The hooks do not use a name that the program has passed to
 `echelon.span`.

@@ -37,12 +37,12 @@ class Hosted:
         return self
 
     def leave(self) -> None:
-        """Remove one store. When the last store leaves, stop the server and wait for it to stop."""
+        """Detach one store. When the last store leaves, stop the server and wait for it to stop."""
         if self._is_last():
             self._server.close()
 
     def leave_soon(self) -> None:
-        """Remove one store without waiting for the server to stop. Safe to call in a finalizer."""
+        """Detach one store without waiting for the server to stop. Safe to call in a finalizer."""
         if self._is_last():
             self._server.stop_soon()
 

@@ -26,7 +26,7 @@ class Pool:
     """The channels of one client.
 
     Args:
-        dialer: the connector to the server.
+        dialer: the object that connects to the server.
         first: the channel whose handshake showed that the server is torch's.
     """
 

@@ -1,8 +1,8 @@
 """Manage the state that all connections of a server share.
 
 All methods run on the server's event loop. The hub answers waits and pushes changes to watches. A
-separate thread asks the kernel about local torch clients. Once per second, the hub closes
-connections that have exceeded a time limit.
+separate thread looks up the owners of local torch clients in the kernel's tables. Once per second,
+the hub closes connections that have exceeded a time limit.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Peer, why: str) -> None:
-        """Log which peer was refused and why, but only count refusals if there are too many."""
+        """Log which peer was refused and why; if there are too many refusals, only count them."""
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
             self._num_logged += 1

@@ -1,9 +1,9 @@
 """Log a run's figures for each step; rank 0 writes the log.
 
-[Note: what the shares mean] Both figures are fractions of the iteration's time. `data_wait` is the
-part that the training thread spent in `recorder.span("data_wait")`, which `TokenLoader` and
-`recorder.watch` open. `exposed_communication` is the part for which the training thread was blocked
-in collectives and messages. It includes transfers that computation did not hide, and waits for late
+[Note: what the shares mean] `data_wait` is the fraction of the iteration's time that the training
+thread spent in `recorder.span("data_wait")` spans, which `TokenLoader` and `recorder.watch` open.
+`exposed_communication` is the fraction for which the thread was blocked in collectives and
+point-to-point transfers. It includes transfers that computation did not hide, and waits for late
 ranks (in a pipeline, the bubble).
 """
 
@@ -47,12 +47,12 @@ class FigureLog:
             computed; with 0, no rates are logged.
         flops_per_token: floating-point operations of forward and backward per token; with 0, no MFU
             is logged.
-        peak_flops: the combined peak operations per second of all ranks, from which MFU is
+        peak_flops: the peak operations per second of all ranks together, from which MFU is
             computed; with 0, no MFU is logged.
         first_step: the number of steps that were finished before this run.
         group: the ranks whose waits and memory are compared. All of these ranks must make the same
-            calls. Each call sends 32 bytes per rank from host memory. With None, only the figures
-            of this process are logged.
+            calls. Each call sends 32 bytes of host memory per rank. With None, only the figures of
+            this process are logged.
         writers: further outputs, used only on the rank that writes the log.
         now: the clock, which returns seconds.
 

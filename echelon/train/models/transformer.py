@@ -23,8 +23,8 @@ from echelon.train.models.rotary import RotaryTable
 class Transformer(nn.Module):
     """A model that predicts the next token at every position.
 
-    The model can be created on the meta device. `fully_shard` then allocates and initialises one
-    unit at a time; `to_empty` followed by `reset_parameters` initialises the whole model at once.
+    The model can be created on the meta device. `fully_shard` then allocates and initializes one
+    unit at a time; `to_empty` followed by `reset_parameters` initializes the whole model at once.
 
     Attributes:
         config: the model's configuration.

@@ -61,8 +61,8 @@ class Muon(Optimizer):
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         compute_dtype: the dtype of Newton-Schulz and of the exchange. None means bfloat16 on
-            devices, as in Keller Jordan's code, and float32 (float64 for float64) on the CPU, where
-            bfloat16 is slow.
+            accelerators, as in Keller Jordan's code, and float32 (float64 for float64) on the CPU,
+            where bfloat16 is slow.
         tensor_group: the ranks of axis "tp", `mesh.group("tp")`, if this axis divides matrices. The
             result of `parallelize` provides the group by default.
 

@@ -66,7 +66,7 @@ def _floats(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _divided(sizes: Mapping[str, int], num_parts: int) -> list[set[str]]:
-    """Divide names into parts of nearly equal size, the same on every rank."""
+    """Divide names into parts of nearly equal size. The result is the same on every rank."""
     parts: list[set[str]] = [set() for _ in range(num_parts)]
     loads = [0] * num_parts
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

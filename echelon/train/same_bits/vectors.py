@@ -60,7 +60,7 @@ class Vector(Protocol):
 
 
 class WholeVector:
-    """A vector of parameters that every rank holds whole.
+    """A vector of parameters that every rank holds in full.
 
     Args:
         parameters: parameters of the same dtype and on the same device.

@@ -95,9 +95,9 @@ class Lanes:
 
     @cached_property
     def proven(self) -> npt.NDArray[np.bool_]:
-        """Whether a completion proves that all members entered the column: [num_columns].
+        """For each column, whether a completion proves that all members entered it: [num_columns].
 
-        The completion of a rooted operation is not a proof.
+        The completion of a rooted operation is not proof.
         """
         calls = self.evidence.tables.calls
         is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)

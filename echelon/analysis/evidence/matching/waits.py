@@ -106,7 +106,7 @@ class WaitGraph:
         return tuple(sorted(found, key=lambda wait: (not alone[id(wait)], wait.since_ns)))
 
     def is_joint(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Return whether one operation is waiting for ranks of both sets."""
+        """Return whether a single operation is waiting for ranks in both sets."""
         first = {number for rank in some for number in self._by_absent.get(rank, ())}
         return any(number in first for rank in others for number in self._by_absent.get(rank, ()))
 
@@ -191,7 +191,7 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
 
 
 def _age_s(evidence: Evidence, rank: int, row: Any) -> float:
-    """Return the number of seconds that a rank had been inside an operation."""
+    """Return how long a rank had been inside an operation, in seconds."""
     return max(0, evidence.ranks[rank].seen_ns - int(row["created_ns"])) / 1e9
 
 

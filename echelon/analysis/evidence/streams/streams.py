@@ -42,7 +42,7 @@ class Head:
 
     @property
     def is_message(self) -> bool:
-        """Whether the head is a launch of messages."""
+        """Whether the head consists of messages launched together."""
         return self.sequence == _MESSAGE
 
 
@@ -114,7 +114,7 @@ class Streams:
         return {(one.rank, one.row): one for line in self.messages.values() for one in line}
 
     def are_sends(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return which rows are sends: [num_rows]."""
+        """Return, for each row, whether it is a send: [num_rows]."""
         found: npt.NDArray[np.bool_] = self._sends[rows["call"]]
         return found
 

@@ -1,8 +1,8 @@
 """Detect ranks that made different calls under the same sequence number of a group.
 
-The members of the group vote on each call. The earliest column in which the calls differ is the
-root, and the minority is reported. In a tie, the members of all leading sides are reported.
-`skipped.py` decides whether a rank passed a wrong argument or slipped by one operation.
+The members of the group vote on each call. The earliest column in which the calls differ is taken
+as the root cause, and the minority is reported. In a tie, the members of all leading sides are
+reported. `skipped.py` decides whether a rank passed a wrong argument or slipped by one operation.
 """
 
 from __future__ import annotations

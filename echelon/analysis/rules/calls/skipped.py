@@ -1,4 +1,4 @@
-"""Detect a rank whose stream of collectives has slipped by a skipped or an additional call.
+"""Detect a rank whose stream of collectives has slipped because of a skipped or extra call.
 
 After a slip, the same sequence number refers to different calls on different ranks. The signatures
 may still match, for example if all buckets have the same shape. Therefore the step numbers and the

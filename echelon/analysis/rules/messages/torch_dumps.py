@@ -1,8 +1,8 @@
 """Detect sends and receives in torch's dumps that can never be matched.
 
-In each direction, the n-th pending send matches the n-th pending receive. Messages with different
-sizes or dtypes never match. A message without a counterpart is a cause only if its rank chose the
-wrong peer, or if the peer is itself waiting for that rank.
+In each direction, the n-th pending send is paired with the n-th pending receive. Messages with
+different sizes or dtypes never match. A message without a counterpart is a cause only if its rank
+chose the wrong peer, or if the peer is itself waiting for that rank.
 """
 
 from __future__ import annotations

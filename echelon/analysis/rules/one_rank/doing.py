@@ -1,4 +1,4 @@
-"""Detect a rank whose stack shows what it is waiting for: its loader, a checkpoint, the store.
+"""Detect a rank whose stack shows what it is waiting for: data, a checkpoint or the store.
 
 Programs that do not import echelon open no spans, so the stack is the only source. If the rank is
 waiting for a child process, usually a data-loader worker, the report includes the line that the

@@ -21,7 +21,7 @@ STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 def innermost_span(facts: RankEvidence) -> Span | None:
     """Return the innermost open span of the thread that calls the rank's collectives.
 
-    If that thread has no open span, the thread that last opened a span is used.
+    If that thread has no open span, the thread that most recently opened one is used.
     """
     if not facts.open_spans:
         return None

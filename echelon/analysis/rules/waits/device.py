@@ -14,7 +14,7 @@ from echelon.recorder.format.schema import State
 
 
 def find_unstarted(picture: Picture) -> list[Finding]:
-    """Report the ranks whose kernels have not started while the peers' kernels are running."""
+    """Report the ranks whose kernels have not started although their peers' kernels are running."""
     streams = picture.streams
     if streams is None or not streams.has_starts or not picture.graph.waits:
         return []

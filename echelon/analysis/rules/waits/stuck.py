@@ -52,7 +52,7 @@ _ACTIONS = {
 def find_stuck(picture: Picture) -> list[Finding]:
     """Report the sinks, earliest wait first.
 
-    Sinks share a finding if they have the same cause and keep the same operation waiting.
+    Sinks share a finding if they have the same cause and block the same operation.
     """
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}

@@ -405,7 +405,7 @@ def parse_name(name: Any) -> tuple[str, str, int, int]:
 
 
 def _comparable(operation: str, dtype: str, total: int, out_total: int) -> object:
-    """Return the element counts, which must be equal on all members of a collective."""
+    """Return the fields of a collective that must be equal on all of its members."""
     if operation in TRANSPOSED:
         return (operation, dtype)
     if operation in _BY_OUTPUT:

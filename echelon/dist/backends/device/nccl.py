@@ -1,6 +1,6 @@
 """Provide the nccl backend, which calls NCCL through nccl4py on CUDA arrays.
 
-See `engines/stream.py` for the execution of operations. This module was written against nccl4py
+See `engines/stream.py` for how operations are executed. This module was written against nccl4py
 0.6.0 and checked with NCCL 2.32. No operation has yet run on a GPU. The tests use a fake device;
 the tests that need a GPU are marked `gpu`.
 """

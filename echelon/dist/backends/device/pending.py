@@ -20,7 +20,7 @@ class LibraryFailed(RuntimeError):  # noqa: N818 -- `CollectiveError` is what us
 
 
 class DevicePending:
-    """The handle of an operation on a device.
+    """A handle to an operation on a device.
 
     The object keeps the arrays alive until the device has completed the operation.
 

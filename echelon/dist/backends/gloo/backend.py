@@ -206,7 +206,7 @@ class GlooEngine(HostEngine):
         np.copyto(data, whole.reshape(-1)[: len(data)])
 
     def _all_reduce_of_two(self, operation: Operation, watch: Watch, data: Flat) -> None:
-        """Sum half of the data on each rank, and swap the sums; sum small data on both ranks."""
+        """Sum one half of the data on each rank and swap sums; sum small arrays on both ranks."""
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]
         if data.nbytes <= self._transport.small_bytes:

@@ -222,7 +222,7 @@ class Sockets:
                 os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Close every connection, which the peers notice at once."""
+        """Close every connection; the peers notice this at once."""
         if self._is_closed:
             return
         self._is_closed = True

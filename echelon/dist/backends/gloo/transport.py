@@ -130,7 +130,7 @@ class _Swapper:
 
 
 class Transport:
-    """One full mesh of Gloo connections."""
+    """A full mesh of Gloo connections."""
 
     small_bytes = 64 << 10  # up to this a swap is one of Gloo's collectives
 

@@ -165,7 +165,7 @@ def _take_table(peer: socket.socket, deadline_s: float, check: Check) -> dict[in
 def _take(
     peer: socket.socket, num_bytes: int, num_fds: int, deadline_s: float, check: Check
 ) -> tuple[bytes, list[int]]:
-    """Receive `num_bytes`, or fewer at the end of the stream, and any descriptors among them."""
+    """Receive `num_bytes`, or fewer at the end of the stream, with any descriptors sent along."""
     data, fds = b"", []
     while len(data) < num_bytes:
         peer.settimeout(max(0.001, min(_SLICE_S, deadline_s - time.monotonic())))

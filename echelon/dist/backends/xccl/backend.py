@@ -1,4 +1,4 @@
-"""Provide the xccl backend for host memory, with oneCCL's CPU plugin.
+"""Provide the xccl backend for host memory, which uses oneCCL's CPU plugin.
 
     all_reduce, all_gather, reduce_scatter, broadcast, all_to_all: oneCCL's own
 

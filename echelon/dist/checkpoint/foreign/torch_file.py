@@ -92,7 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _as_contents(content: dict[str, Any], state: Mapping[str, Any]) -> Contents:
-    """Return a file's contents in the same form as `collect`."""
+    """Return a file's contents in the form that `collect` returns."""
     contents = Contents()
     found = list(entries(state))
     names = parameter_names(found)

@@ -1,4 +1,4 @@
-"""Lay out the data that several ranks need as lines of bytes.
+"""Group the data that several ranks need into lines of bytes.
 
 Each line contains the tensors that one set of ranks needs. If the tensors are replicas of a whole
 model, the set contains all ranks. If they are replicas of a shard, the set contains only the ranks

@@ -1,4 +1,4 @@
-"""Save a rank's random generators as an entry of a state."""
+"""Save the states of a rank's random number generators as an entry of a checkpoint."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Recording:
         self.last = entry
 
     def after(self, entry: Entry) -> list[Entry]:
-        """Return the units requested after a unit in the last forward, up to the unit's depth."""
+        """Return the units that the last forward requested after `entry`, at most `entry.depth`."""
         following: list[Entry] = []
         depth = entry.depth
         while len(following) < depth and (due := self.following.get(entry)) is not None:

@@ -1,7 +1,7 @@
 """Set `_echelon`, the only attribute that sharding adds to the program's objects.
 
     a module passed to `fully_shard`          its unit
-    a parameter of a unit, shard or leaf      its member
+    a unit's parameter (shard or leaf)        its member
     the gradient of a shard                   True, for functions that see only gradients
 
 Because the mark is an attribute, `copy.deepcopy` of a model reaches the unit, which refuses to be

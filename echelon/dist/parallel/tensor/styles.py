@@ -89,7 +89,7 @@ def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool)
 def make_row(name: str, module: nn.Module, setting: Setting) -> None:
     """Divide a linear layer by its inputs.
 
-    The outputs are summed over the ranks before the bias.
+    The outputs are summed over the ranks before the bias is added.
     """
     linear = _linear(name, module)
     linear.in_features = divide(f"{name}.weight", linear.weight, 1, setting.group)

@@ -145,7 +145,7 @@ def _check_messages(plan: Plan, index: _Index) -> None:
 
 
 def required_messages(plan: Plan) -> Iterator[tuple[Action, Action]]:
-    """Yield each pair of a send and its receive between stages on different ranks."""
+    """Yield each send between stages on different ranks, paired with its receive."""
     owner = plan.rank_of_stage
     for stage in range(plan.num_stages - 1):
         if owner[stage] == owner[stage + 1]:

@@ -86,10 +86,10 @@ class Address:
 
 
 class CopyMemory:
-    """One shared memory, in the process that created it or in another process.
+    """A shared memory segment, in the process that created it or in another process.
 
     Args:
-        fd: the descriptor of the memory, which is closed together with this object.
+        fd: the segment's descriptor, which is closed when this object is closed.
         token: identifies the memory.
     """
 

@@ -48,7 +48,7 @@ class Failure:
     idle_ranks: tuple[int, ...] = ()
 
     def repeats(self, other: Failure) -> bool:
-        """Return whether this failure is a repetition of an earlier failure."""
+        """Return whether this failure repeats an earlier one."""
         return self.cause == other.cause and self.site == other.site
 
 

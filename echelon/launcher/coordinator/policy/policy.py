@@ -31,12 +31,12 @@ class Action(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The decision about what follows a failed attempt, with the reason.
+    """A decision on what follows a failed attempt, with the reason for it.
 
     Attributes:
         reason: the reason, as one clause.
         pause_s: the pause before the next attempt, in seconds.
-        exclude: the names of the nodes that the next worlds avoid.
+        exclude: the names of the nodes to avoid in later worlds.
     """
 
     action: Action

@@ -54,7 +54,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of each slow member or pair, and a description of the slowness."""
+        """Yield the name of each slow member or pair, with a description of what is slow."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)

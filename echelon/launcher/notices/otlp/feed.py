@@ -49,7 +49,7 @@ class Feed:
         resource: attributes that are sent with all data.
         snapshot: a function that returns the job's facts, called on the feed's own thread.
         say: a function that prints a line, called on threads of the feed.
-        every_s: the time between two exports of metrics, in seconds.
+        every_s: the interval between exports of metrics, in seconds.
 
     Raises:
         OSError: the child process cannot be started.

@@ -18,7 +18,7 @@ def clamped_i64(number: Any) -> int:
 
 
 def moment(at_mono_ns: Any, now: int) -> int:
-    """Return the caller's stamp, or the current time if the stamp is invalid."""
+    """Return the caller's timestamp, or the current time if the timestamp is invalid."""
     try:
         return clamped_i64(at_mono_ns) or now
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Keep operations that have not ended when their slots are about to be reused.
+"""Preserve operations that are still in progress when their slots are about to be reused.
 
 A hung operation in one group must remain recorded while other groups continue. Therefore the
 operation is moved, with its signature, to a separate place until it ends.

@@ -132,7 +132,7 @@ class _Reader:
 
 
 def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ()) -> ModelConfig:
-    """Read the config of the model described by a folder's config.json.
+    """Read a model's config from the config.json in a folder.
 
     Args:
         folder: a folder that contains the config.json of a GPT2LMHeadModel, LlamaForCausalLM,

@@ -123,7 +123,7 @@ def convert(
     max_piece_bytes: int = MAX_PIECE_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint's model in the form of `transformers`, in a single process.
+    """Write a checkpoint's model in the format of `transformers`, in a single process.
 
     Args:
         checkpoint: the checkpoint's folder, or one version in that folder; it may have been saved

@@ -70,7 +70,7 @@ class Routes:
 
 
 class Exchange:
-    """The exchange between stages in one step.
+    """The exchange of tensors between stages in one step.
 
     Args:
         group: the pipeline's ranks.
