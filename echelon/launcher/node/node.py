@@ -256,6 +256,8 @@ class NodeAgent:
             if known is not None:
                 known.forget(worker.rank)
         self._memory.bring_home(worker.folder)
+        if worker.torch is not None:
+            worker.torch.clear_up()
         return self._directory.set_aside(worker.folder)
 
     # ---- commands ----

@@ -103,3 +103,15 @@ def test_the_hosting_nodes_choice_on_losses_holds_on_this_node(node):
     node.start(replace(_start(0), on_loss="shrink"))
     (environ,) = node._guard.environments
     assert environ["ECHELON_ON_LOSS"] == "shrink"
+
+
+def test_a_pipe_that_torch_made_in_a_lost_ranks_folder_is_removed(node, tmp_path):
+    node.start(replace(_start(0), on_loss="replace"))
+    pipe = Path(node._guard.environments[0]["TORCH_FR_DEBUG_INFO_PIPE_FILE"] + "0.pipe")
+    os.mkfifo(pipe)
+    (worker,) = node._workers
+    worker.exit_code = -signal.SIGKILL
+    node.replace(m.Replace(attempt=0, rank=0, epoch=1))
+    aside = tmp_path / "rank_0" / "lost_0_of_attempt_0"
+    assert (aside / "stderr.log").exists()
+    assert not (aside / pipe.name).exists()
