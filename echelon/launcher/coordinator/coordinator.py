@@ -228,7 +228,7 @@ class Coordinator:
             self._note_unkillable(world, event)
         else:
             for rank in event.stopped:
-                if rank in world.ended:
+                if rank in world.ended and not world.is_survived(rank):
                     world.ended[rank].stopped = True
             if world.clearing is not None:
                 world.clearing.discard(node)
@@ -329,7 +329,7 @@ class Coordinator:
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
         joiners = [rank for rank in ended if self._replacements.is_joining(world, rank)]
         for rank in joiners:
-            self._decide(world, self._replacements.note_ended(rank, ended[rank]))
+            self._decide(world, self._replacements.note_ended(world, rank, ended[rank]))
         ended = {rank: code for rank, code in ended.items() if rank not in joiners}
         if not ended:
             return
@@ -648,6 +648,7 @@ class Coordinator:
             grace_ms = int(self._options.shutdown_timeout_s * 1000)
             stop = m.Stop(number=action.number, grace_ms=grace_ms, urgent=action.urgent)
             self._tell(world.nodes, stop)
+            self._replacements.stop(world)
         elif isinstance(action, decide.DismissJoiners):
             self._replacements.dismiss(world, action.ranks, time.monotonic())
         elif isinstance(action, decide.KillWorkers):

@@ -213,14 +213,20 @@ class Losses:
         return True
 
     def delayed_by(self, world: World) -> list[int]:
-        """Return the admitted ranks that have not joined while other ranks are waiting for them."""
+        """Return the admitted ranks that have not joined, once all other ranks wait for them.
+
+        A rank may also have met and continued: it does not wait until a joining rank has received
+        data that fits into a buffer.
+        """
         epoch = self._awaited
         if epoch is None or not self._joining:
             return []
         known = self._standings(world)
-        if not any(one.meets >= epoch.number for one in known.values()):
+        joining = [rank for rank in self._joining if _is_joining(known, rank)]
+        others = [known[rank] for rank in epoch.roster if rank in known and rank not in joining]
+        if any(max(one.meets, one.epoch) < epoch.number for one in others):
             return []
-        return [rank for rank in self._joining if _is_joining(known, rank)]
+        return joining
 
     def is_admitted(self, rank: int) -> bool:
         """Return whether a rank was admitted, or has joined."""
@@ -309,7 +315,7 @@ class Losses:
             self._meeting.publish(f"{meeting_key(self._number)}/gate", "superseded")
         except LaunchError as err:
             return str(err)
-        if self._awaited is None:
+        if self._awaited is None or self._awaited.joins:
             self._first_lost_ns = monotonic_ns()
         self._lost, self._number, self._awaited = lost, epoch.number, epoch
         for rank in lost:

@@ -114,10 +114,10 @@ class Replacements:
             elif world.node_of(rank) in world.present:
                 self._places[rank] = _Place()
 
-    def note_ended(self, rank: int, code: int) -> decide.JoinerEnded:
-        """Handle the end of a process that had not joined."""
+    def note_ended(self, world: World, rank: int, code: int) -> decide.JoinerEnded:
+        """Handle the end of a process that had not joined, while ranks run or are stopped."""
         stage = self._places.pop(rank).stage
-        if stage is _Stage.STARTED:
+        if stage is _Stage.STARTED and world.attempt.phase is decide.Phase.RUNNING:
             how = "was lost with its node" if code == LOST else decide.describe_code(code)
             self._say(f"the replacement of rank {rank} {how} before it joined")
             if code < 0 and code != LOST:
@@ -178,7 +178,9 @@ class Replacements:
         for rank, place in list(self._places.items()):
             if place.stage is _Stage.ADMITTED and self._losses.has_joined(rank):
                 del self._places[rank]
-            elif rank in delaying and place.until_s == float("inf"):
+            elif place.stage is _Stage.ADMITTED and rank not in delaying:
+                place.until_s = float("inf")
+            elif place.until_s == float("inf") and rank in delaying:
                 place.until_s = now_s + self._joins_s
             elif now_s >= place.until_s:
                 events += self._end(world, rank, now_s)
@@ -225,6 +227,16 @@ class Replacements:
             if rank not in waiting:
                 self._places[rank].is_killed = True
                 self._kill(world, rank)
+
+    def stop(self, world: World) -> None:
+        """Kill the processes that have not joined, now that all ranks are stopped.
+
+        They have nothing to save. Each is in the groups of no rank, so a handler for the signal
+        that stops the ranks could wait until the grace period ends.
+        """
+        self._follow(world)
+        for rank in (*self._at(_Stage.STARTED), *self._at(_Stage.DISMISSED)):
+            self._kill(world, rank)
 
     def note_taken_back(self, now_s: float) -> list[decide.Event]:
         """Handle admissions that `Losses` has taken back; return events for the attempt."""

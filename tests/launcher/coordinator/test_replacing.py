@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator import decide, losses
 from echelon.launcher.coordinator.losses import LOST, Losses
 from echelon.launcher.coordinator.replacing import Replacements
 from echelon.launcher.coordinator.roster import Node
@@ -194,7 +194,7 @@ def test_a_process_that_ends_before_it_joins_is_no_loss(job, code, how, retries)
     _lose_and_continue(job)
     job.start(1)
     assert job.replacements.is_joining(job.world, 1)
-    event = job.replacements.note_ended(1, code)
+    event = job.replacements.note_ended(job.world, 1, code)
     assert job.world.attempt.on(event, 0.0) == []
     assert job.said[-1] == f"the replacement of rank 1 {how} before it joined"
     job.step()
@@ -218,7 +218,7 @@ def test_replacements_are_limited(tmp_path, monkeypatch):
     job = _Job(tmp_path, monkeypatch, "--max-replacements", "1")
     _lose_and_continue(job)
     job.start(1)
-    job.replacements.note_ended(1, _KILLED)
+    job.replacements.note_ended(job.world, 1, _KILLED)
     job.step()
     assert len(job.sent) == 1
     assert job.said[-1] == "rank 1 is not replaced: --max-replacements allows 1 in a job"
@@ -241,7 +241,7 @@ def test_a_process_that_waits_is_dismissed_when_the_others_have_finished(job):
     assert job.newest.dismissed == (1,)
     assert job.sent[1:] == []
     assert job.said[-1] == "rank 1 is not replaced any more: the other ranks have finished"
-    (over,) = job.world.attempt.on(job.replacements.note_ended(1, 0), 0.0)
+    (over,) = job.world.attempt.on(job.replacements.note_ended(job.world, 1, 0), 0.0)
     assert isinstance(over, decide.EndAttempt)
     assert not over.failed
 
@@ -277,12 +277,68 @@ def test_a_process_for_which_the_others_wait_is_killed_in_the_end(job):
     job.step(now_s=100.0)
     assert job.sent[1:] == [], "no rank waits for it yet"
     job.stands(0, epoch=1, step=5, meets=2)
+    job.step(now_s=100.0)
+    job.step(now_s=200.0)
+    assert job.sent[1:] == [], "rank 2 has not met it: it may be slow to save a checkpoint"
+    job.stands(2, epoch=1, step=5, meets=2)
     job.step(now_s=200.0)
     job.step(now_s=204.0)
     assert job.sent[1:] == []
     job.step(now_s=205.0)
     assert job.sent[1:] == [m.KillRanks(attempt=0, ranks=[1])]
     assert job.said[-1] == "rank 1 did not join within 5 s; ending it"
+
+
+def test_a_process_that_hangs_while_the_others_begin_the_step_is_killed(job):
+    """A small state fits into a buffer: its sender does not wait for the process."""
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    for rank in (0, 2):
+        job.stands(rank, epoch=2, step=9)
+    job.step(now_s=0.0)
+    job.step(now_s=5.0)
+    assert job.sent[1:] == [m.KillRanks(attempt=0, ranks=[1])]
+
+
+def test_a_process_that_hangs_is_killed_though_a_rank_was_lost_since_its_admission(job):
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    for rank in (0, 2):
+        job.stands(rank, epoch=1, step=5, meets=2)
+    job.step(now_s=0.0)
+    assert job.lose(2)
+    job.step(now_s=5.0, may_start=False)
+    assert job.sent[1:] == [], "rank 0 has not returned to the meeting yet"
+    job.stands(0, epoch=1, step=5, meets=3)
+    job.step(now_s=6.0, may_start=False)
+    job.step(now_s=11.0, may_start=False)
+    assert job.sent[1:] == [m.KillRanks(attempt=0, ranks=[1])]
+
+
+def test_a_loss_during_an_admission_is_timed_from_that_loss(job, monkeypatch):
+    now_ns = 0
+    monkeypatch.setattr(losses, "monotonic_ns", lambda: now_ns)
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    now_ns = 590 * 10**9
+    assert job.lose(1)
+    for rank in (0, 2):
+        job.stands(rank, epoch=3, step=9, ready_mono_ns=591 * 10**9)
+    job.step()
+    assert job.said[-1].startswith("continued with 2 of 3 ranks in 1.00 s: ")
+
+
+def test_nothing_is_said_of_a_process_that_ends_with_the_job_that_is_stopped(job):
+    _lose_and_continue(job)
+    job.start(1)
+    said = len(job.said)
+    job.world.attempt.on(decide.StopRequested(signal.SIGTERM), 0.0)
+    job.replacements.note_ended(job.world, 1, -signal.SIGTERM)
+    assert job.said[said:] == []
+    assert not job.replacements.is_busy
 
 
 def test_a_dismissed_process_that_survives_sigkill_is_not_awaited(job):
@@ -414,3 +470,19 @@ def test_the_loss_of_a_node_whose_rank_is_to_be_replaced_does_not_hang_the_job(
     launcher.look_until(lambda: job.commands(m.ClearUp, job.host))
     assert job.commands(m.Replace) == []
     job.coordinator.close()
+
+
+def test_a_stop_kills_a_process_that_has_not_joined_and_leaves_the_loss_as_it_was(launcher):
+    """The process has nothing to save; the loss was no act of the launcher."""
+    launcher.end_together({1: _KILLED})
+    for rank in (0, 2):
+        launcher.stands(rank, epoch=1, step=3)
+    launcher.start_joiners(1)
+    job = launcher.job
+    job.take(job.host, m.StopAsked(number=signal.SIGTERM))
+    assert job.commands(m.Stop)
+    assert job.commands(m.KillRanks) == [m.KillRanks(attempt=0, ranks=[1])]
+    launcher.end_together({1: _KILLED, 0: -signal.SIGTERM, 2: -signal.SIGTERM})
+    job.take(job.host, m.Idle(attempt=0, exit_codes=[], stopped=[0, 1, 2]))
+    assert [one.rank for one in job.report.ranks if one.stopped] == [0, 2]
+    assert "the replacement of rank 1" not in job.terminal.text
