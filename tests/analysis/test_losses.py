@@ -88,6 +88,27 @@ def test_operations_of_an_older_epoch_are_left_out_where_groups_have_the_same_na
     assert "rank 0 waits for it in all_reduce #1" in verdict.summary
 
 
+def test_operations_of_an_older_epoch_are_left_out_where_all_lost_ranks_are_replaced():
+    """Rank 0 was inside an operation of the first world when rank 1 died; no rank is lost now."""
+    job = Job(3).train(2)
+    job[0].all_reduce(inside=True)
+    since_ns = max(rank.now_ns for rank in job.ranks)
+    for rank in job.ranks:
+        rank.wait(6)
+        rank.all_reduce(group="world.2", ranks=(0, 1, 2))
+    job[2].exited(-9)
+    for rank in job.others(2):
+        rank.all_reduce(group="world.2", ranks=(0, 1, 2), inside=True)
+    incident = Incident(kind="failure", world_size=3, ended=(2,), epoch_since_ns=since_ns)
+    evidence = _evidence(job, incident)
+    kept = {number for facts in evidence.ranks.values() for number in facts.rows["group"]}
+    assert [evidence.groups[number].name for number in kept] == ["world.2"]
+    verdict = diagnose(evidence).verdict
+    assert verdict is not None
+    assert (verdict.cause.value, verdict.culprit_ranks) == ("dead_process", (2,))
+    assert "in all_reduce #1" in verdict.summary
+
+
 def test_a_hang_after_a_loss_is_explained_by_the_rank_that_hangs():
     job = _after_a_loss()
     job[0].all_reduce(group="world.1", ranks=(0, 2), inside=True)

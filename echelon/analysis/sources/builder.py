@@ -149,7 +149,8 @@ class EvidenceBuilder:
         sizes = [facts.identity.world_size for facts in self.ranks.values()]
         world_size = max([incident.world_size, *sizes, *(rank + 1 for rank in self.ranks)])
         ranks = dict(sorted(self.ranks.items()))
-        if incident.lost_earlier:
+        # The lost ranks may all have been replaced: then only time tells the worlds apart.
+        if incident.lost_earlier or incident.epoch_since_ns:
             ranks = _of_present_epoch(ranks, self.groups, incident)
         return Evidence(
             world_size=min(world_size, _MAX_WORLD),
