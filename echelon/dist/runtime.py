@@ -82,14 +82,16 @@ class _World:
             self.agreements.pop().close()
         self.maker.close()
 
-    def regroup(self, ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
+    def regroup(
+        self, ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float
+    ) -> ProcessGroup:
         """Create a new world group, with keys of its own in the store."""
         self.store = PrefixStore(f"epoch_{epoch}", self._whole_store)
         self.maker.begin(epoch)
         self.num_made = 0
         self._num_named.clear()
         store = PrefixStore("world", self.store)
-        self.world = self.maker.make(ranks, f"world.{epoch}", store, self.timeout_s, facts)
+        self.world = self.maker.make(ranks, f"world.{epoch}", store, timeout_s, facts)
         self.is_between = self.is_joining = False
         return self.world
 
@@ -268,7 +270,7 @@ def leave_groups() -> None:
     _need().leave_groups()
 
 
-def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
+def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) -> ProcessGroup:
     """Create a new world from some of this world's ranks. Messages show the old rank numbers.
 
     Every rank of the new world must call this function. The call blocks until all of these ranks
@@ -278,13 +280,14 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
         ranks: the launcher's rank numbers of the new world's members, in group order.
         epoch: a number higher than the epochs of all earlier worlds of these ranks.
         facts: the `process_identity` of each of these ranks.
+        timeout_s: the timeout for this call and for the new world's operations.
 
     Raises:
         ValueError: there is no world.
-        CollectiveTimeoutError: some members did not join within the world's timeout.
+        CollectiveTimeoutError: some members did not join within `timeout_s`.
         PeerLostError: a member has died.
     """
-    return _need().regroup(ranks, epoch, facts)
+    return _need().regroup(ranks, epoch, facts, timeout_s)
 
 
 def expect_epochs() -> None:

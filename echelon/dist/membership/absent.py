@@ -40,7 +40,8 @@ class AbsentEngine:
         raise CollectiveError(
             f"{operation.kind} in group {self._members.name!r}: rank {self._members.rank} takes "
             "the place of a lost rank, and the other ranks are in their steps already. Before "
-            "resilient.run, call no collectives in a program that runs with --on-loss replace",
+            "resilient.run, call no collectives in a program that runs with --on-loss replace. "
+            "checkpoint.load is collective, too: skip it where ECHELON_JOIN_AFTER is set",
             group=self._members.name,
             operation=operation.kind,
             sequence=operation.sequence,

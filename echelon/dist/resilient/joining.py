@@ -28,7 +28,8 @@ from echelon.dist.resilient.epochs import Epochs
 from echelon.errors import CollectiveError
 from echelon.recorder.continuation import Epoch
 
-ADMITTED_S = 3600.0  # a rank that joins waits for the end of a step of the others
+ADMITTED_S = 1e6  # 11 days: a rank that joins waits for the end of a step, however long
+JOINS_S = 180.0  # the launcher ends a rank that does not join within 120 s of the others' meeting
 JOINS = {"joins": True}  # the row of such a rank in the meeting of an epoch
 
 

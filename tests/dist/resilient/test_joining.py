@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import echelon.dist as dist
+from echelon.dist.backends.interface import Members
+from echelon.dist.membership.absent import AbsentEngine
 from echelon.dist.resilient.epochs import Superseded
-from echelon.dist.resilient.joining import Joins
+from echelon.dist.resilient.joining import JoinDue, Joins
 from echelon.dist.resilient.kept import KeptState
 from echelon.dist.resilient.training.replicated import Training
+from echelon.dist.resilient.training.world import World
+from echelon.errors import CollectiveError, PeerLostError, StoreTimeoutError
+from echelon.host.identity import process_identity
+from echelon.launcher.coordinator.replacing import JOINS_S
 from echelon.recorder.continuation import Epoch, read_standing
 
 
 @pytest.fixture
-def training(tmp_path, monkeypatch):
-    """A rank of a world of its own, under a launcher that replaces lost ranks."""
+def world(tmp_path, monkeypatch):
+    """A world of one rank, under a launcher."""
     monkeypatch.setenv("ECHELON_RANK_DIR", str(tmp_path))
-    dist.init(timeout_s=20)
-    model = nn.Linear(2, 2)
-    kept = KeptState(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
-    joins = Joins(is_on=True)
-    try:
-        yield Training(lambda _: lambda step: step, kept, 0, 1, None, joins, is_protected=True)
-    finally:
-        dist.shutdown()
+    yield dist.init(timeout_s=20)
+    dist.shutdown()
+
+
+@pytest.fixture
+def training(world):
+    """Its training, where the launcher replaces lost ranks."""
+    return _training(replaces=True)
 
 
 def _refuse(*_):
@@ -38,3 +46,102 @@ def test_a_rank_reports_each_meeting_it_goes_to(training, tmp_path, monkeypatch)
     with pytest.raises(Superseded):
         training._join(Epoch(number=3, roster=(0, 1), lost=(2,)))
     assert read_standing(tmp_path).meets == 3
+
+
+_EPOCH = Epoch(number=2, roster=(0, 1), lost=())
+
+
+def _training(prepare=lambda _: lambda step: step, *, replaces, also=()):
+    model = nn.Linear(2, 2)
+    kept = KeptState(model, torch.optim.SGD(model.parameters(), lr=0.1), also)
+    joins = Joins(is_on=replaces)
+    return Training(prepare, kept, 0, 1, None, joins, is_protected=True)
+
+
+@pytest.mark.parametrize(
+    ("replaces", "joins", "least_s", "most_s"),
+    [(False, False, 20, 20), (True, False, JOINS_S + 50, 600), (True, True, 86400, 2**31)],
+    ids=["no rank joins", "another rank may join", "this rank joins"],
+)
+@pytest.mark.usefixtures("world")
+def test_a_meeting_lasts_as_long_as_the_launcher_lets_a_rank_join(
+    monkeypatch, replaces, joins, least_s, most_s
+):
+    """Also where the program's collectives have a shorter timeout."""
+    training, given_s = _training(replaces=replaces), []
+    training._is_newcomer = joins
+
+    def meet(_epoch, _mine, timeout_s):
+        given_s.append(timeout_s)
+        raise Superseded
+
+    monkeypatch.setattr(training._epochs, "meet", meet)
+    with pytest.raises(Superseded):
+        training._join(_EPOCH)
+    assert least_s <= given_s[0] <= most_s
+
+
+def test_a_hand_over_may_take_as_long_and_the_steps_after_it_not(training, monkeypatch):
+    given_s = []
+    row = {"process": process_identity(), "kept": -1, "finished": -1}
+    monkeypatch.setattr(training._epochs, "meet", lambda *_: [row])
+    monkeypatch.setattr(training, "_hand_over", lambda group, *_: given_s.append(group.timeout_s))
+    training._state.keep()
+    world = training._join(Epoch(number=2, roster=(0,), lost=()))
+    assert given_s[0] >= JOINS_S + 50
+    assert world.group.timeout_s == 20
+
+
+def test_an_error_of_a_join_that_fails_is_one_that_a_user_knows(training, monkeypatch):
+    """First the rank that joins is stuck, then the launcher publishes nothing more."""
+    waits_s = []
+
+    def next_epoch(timeout_s):
+        waits_s.append(timeout_s)
+        if len(waits_s) == 2:
+            raise StoreTimeoutError("nothing")
+        return _EPOCH
+
+    def lose(_):
+        raise PeerLostError("rank 1 is gone", ranks=[1])
+
+    monkeypatch.setattr(training._epochs, "next", next_epoch)
+    monkeypatch.setattr(training, "_join", lose)
+    with pytest.raises(
+        CollectiveError, match="ranks join in epoch 2\nThe ranks do not join: the l"
+    ) as raised:
+        training._recover(JoinDue("ranks join in epoch 2", operation="join"))
+    assert type(raised.value) is CollectiveError
+    assert waits_s[1] >= JOINS_S + 30
+
+
+def test_a_collective_before_the_state_is_there_says_what_to_skip():
+    members = Members(name="world", rank=1, ranks=[0, 1])
+    operation = SimpleNamespace(kind="broadcast", sequence=0)
+    with pytest.raises(CollectiveError, match=r"checkpoint\.load is collective, too: skip it"):
+        AbsentEngine(members).prepare(operation)
+
+
+class _Seen:
+    """State of a kind that cannot be sent."""
+
+    def state_dict(self):
+        return {"seen": {1, 2}}
+
+    def load_state_dict(self, state) -> None: ...
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_state_that_cannot_be_sent_is_refused_at_the_start(replaces):
+    """Not hours later, where a rank is to be replaced."""
+    done = []
+    training = _training(lambda _: done.append, replaces=replaces, also=[_Seen()])
+    if replaces:
+        with pytest.raises(
+            ValueError, match=r"could not be replaced: also\[0\]\['seen'\] has type"
+        ):
+            training.train(World(dist.world(), 0, ()))
+    else:
+        training.train(World(dist.world(), 0, ()))
+    assert done == ([] if replaces else [0])

@@ -25,6 +25,7 @@ from echelon.dist.resilient.handover import check_alike, receive_state, send_sta
 from echelon.dist.resilient.joining import (
     ADMITTED_S,
     JOINS,
+    JOINS_S,
     JoinDue,
     Joins,
     is_newcomer,
@@ -32,6 +33,7 @@ from echelon.dist.resilient.joining import (
     wait_until_admitted,
 )
 from echelon.dist.resilient.kept import KeptState
+from echelon.dist.resilient.parcel import Parcel
 from echelon.dist.resilient.sharded import ShardedState
 from echelon.dist.resilient.training.world import World
 from echelon.errors import (
@@ -81,6 +83,10 @@ class Training(Generic[_T]):
         self._finished = first - 1
         self._result: _T | None = None
         self._standing = Standing(state=State.PROTECTED)
+        self._timeout_s = runtime.world().timeout_s
+        # A rank that is stuck while it joins is ended by the launcher, which publishes a newer
+        # epoch. This must not fail before that, however short the timeout of the collectives is.
+        self._limit_s = self._timeout_s + (JOINS_S if joins.is_on else 0.0)
         after = runtime.join_after()
         self._is_newcomer = after is not None  # until it has the state
         self._epochs = Epochs(runtime.job_store(), runtime.own_rank(), after or 0)
@@ -147,6 +153,19 @@ class Training(Generic[_T]):
             self._note(self._first)
             world.group.barrier()
         self._commit(is_kept=self._is_kept(world))
+        if self._may_continue and self._joins.is_on:
+            self._check_portable()
+
+    def _check_portable(self) -> None:
+        """Check at the start that the state could be sent to a rank that joins.
+
+        Raises:
+            ValueError: it has a value that cannot be sent.
+        """
+        try:
+            Parcel.of(self._kept_state().contents())
+        except ValueError as err:
+            raise ValueError(f"a lost rank could not be replaced: {err}") from None
 
     @staticmethod
     def _check_groups() -> None:
@@ -195,7 +214,7 @@ class Training(Generic[_T]):
                 except CopiesLostError as none:
                     raise _unrepeated(err, f"{none}, and there is no from_checkpoint=") from err
                 except (Superseded, PeerLostError):
-                    wait_s = _LOST_S  # for a newer epoch
+                    wait_s = JOINS_S if self._joins.is_on else _LOST_S  # for a newer epoch
                 except StoreTimeoutError as none:
                     raise _unrepeated(err, f"not all ranks of the epoch met: {none}") from err
                 except StoreError as none:
@@ -218,13 +237,14 @@ class Training(Generic[_T]):
         if not self._is_newcomer:  # the launcher then gives a rank that joins a limited time
             note_standing(replace(self._standing, meets=epoch.number))
         mine = {"process": process_identity()} | own
-        timeout_s = max(runtime.world().timeout_s, ADMITTED_S if self._is_newcomer else 0.0)
-        rows = self._epochs.meet(epoch, mine, timeout_s)
+        meets_s = ADMITTED_S if self._is_newcomer else self._limit_s
+        rows = self._epochs.meet(epoch, mine, meets_s)
         source, newcomers = places_of(rows)
         target, repeats = self._agree(epoch, rows)
         facts = [row["process"] for row in rows]
-        group = runtime.regroup(epoch.roster, epoch.number, facts)
+        group = runtime.regroup(epoch.roster, epoch.number, facts, self._limit_s)
         self._hand_over(group, source, newcomers)
+        group.timeout_s = self._timeout_s
         self._arrive(target, repeats=0 if epoch.joins else repeats)
         return World(group, epoch.number, epoch.lost)
 
@@ -297,8 +317,10 @@ class Training(Generic[_T]):
 
 
 def _unrepeated(err: CollectiveError, why: str) -> CollectiveError:
-    return type(err)(
-        f"{err}\nThe step is not repeated: {why}",
+    is_join = isinstance(err, JoinDue)  # which no step has failed with
+    kind = CollectiveError if is_join else type(err)
+    return kind(
+        f"{err}\n{'The ranks do not join' if is_join else 'The step is not repeated'}: {why}",
         group=err.group,
         operation=err.operation,
         sequence=err.sequence,
@@ -327,6 +349,8 @@ def named(ranks: Sequence[int]) -> str:
 
 def _why_none(err: CollectiveError, waited_s: float) -> str:
     """Return the likely reason why the launcher has not published an epoch."""
+    if isinstance(err, JoinDue):
+        return f"the launcher has not published a newer epoch within {waited_s:g} s"
     if not isinstance(err, PeerLostError):
         return f"no rank was lost within {waited_s:g} s of this error"
     ranks = ", ".join(map(str, err.ranks))
