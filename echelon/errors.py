@@ -28,12 +28,12 @@ from pathlib import Path
 
 
 class EchelonError(Exception):
-    """Base class of all errors that this package raises when the environment fails.
+    """Base class of all errors that this package raises for failures outside the program.
 
     Example:
         >>> try:
         ...     load("runs/gone", {"step": 0})
-        ... except EchelonError as err:  # any error of this page
+        ... except EchelonError as err:  # any error on this page
         ...     print(type(err).__name__)
         CheckpointError
     """

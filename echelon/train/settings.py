@@ -50,7 +50,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Split `training.lr=3e-4` into a dotted name and a value, which is text if it is not TOML.
+    """Split an assignment such as `training.lr=3e-4` into a dotted name and a value.
+
+    The value is parsed as TOML. A value that is not valid TOML is kept as a string.
 
     Raises:
         ValueError: the text has no name or no `=`.

@@ -38,8 +38,8 @@ def send_state(group: ProcessGroup, peer: int, contents: Callable[[], dict[str, 
     Args:
         group: the world in which the rank joins.
         peer: the rank within the group.
-        contents: returns the tree; see `Parcel`. If it fails, or the tree cannot be sent, the error
-            is sent instead: this rank has all it needs, and continues.
+        contents: a function that returns the tree; see `Parcel`. If the function fails, or the tree
+            cannot be sent, the error is sent instead, and this rank continues.
 
     Raises:
         CollectiveError: the rank was lost.
@@ -85,7 +85,7 @@ def receive_state(group: ProcessGroup, peer: int) -> dict[str, Any]:
 def check_alike(
     group: ProcessGroup, source: int, newcomers: Sequence[int], parts: Mapping[str, Any]
 ) -> None:
-    """Compare the state of all ranks, once some have received it. Collective.
+    """Compare the state of all ranks after some of them have received it. Collective.
 
     Args:
         group: the world in which ranks join.
@@ -126,7 +126,7 @@ def _hash(value: Any) -> str:
 
 
 def _crcs(parcel: Parcel) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the CRC of each tensor, and a zero, so that the message is never empty."""
+    """Return the CRC of each tensor, followed by a zero, so that the message is never empty."""
     return np.array([*(crc_of(_elements(one)) for one in parcel.tensors), 0], np.int64)
 
 

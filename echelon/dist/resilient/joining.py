@@ -34,11 +34,11 @@ JOINS = {"joins": True}  # the row of such a rank in the meeting of an epoch
 
 
 class JoinDue(CollectiveError):  # noqa: N818 -- not an error that a user sees
-    """All ranks have finished a step and enter an epoch with which other ranks join."""
+    """All ranks have finished a step, and enter an epoch in which other ranks join."""
 
 
 class Joins:
-    """The epochs with which ranks join, as this rank has seen them.
+    """The epochs in which ranks join, as far as this rank has seen them.
 
     Args:
         is_on: whether the launcher replaces lost ranks.
@@ -71,12 +71,12 @@ class Joins:
 
 
 def is_newcomer(row: Mapping[str, Any]) -> bool:
-    """Return whether a row of a meeting is that of a rank that joins without the state."""
+    """Return whether a row of a meeting belongs to a rank that joins without the state."""
     return bool(row.get("joins"))
 
 
 def places_of(rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
-    """Return the rank that hands the state over, and those that receive it, within a new world.
+    """Return the rank that sends the state in a new world, and the ranks that receive it.
 
     Raises:
         CollectiveError: no rank has the state.

@@ -19,7 +19,7 @@ from echelon.dist.fsdp.parameters.member import member_of
 
 
 class Stateful(Protocol):
-    """An object that has a state of its own: a schedule, an average of the weights, a sampler, ...
+    """An object with its own state, such as a schedule, an average of the weights or a sampler.
 
     Example:
         >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -135,7 +135,7 @@ class KeptState:
         }
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state that a rank which joins receives, without random numbers."""
+        """Return the state that a joining rank receives, without the random state."""
         return {
             **self.parts(),
             "the training mode of a module": self._named_modes(),
@@ -143,7 +143,7 @@ class KeptState:
         }
 
     def contents(self) -> dict[str, Any]:
-        """Return all that is kept, for a rank that joins; see `fill`."""
+        """Return everything that a joining rank needs; see `fill`."""
         places, names = self._places(), self._names()
         return {
             "tensors": [[names[id(live)], kept] for live, kept in self._tensors],
@@ -208,7 +208,7 @@ class KeptState:
         ]
 
     def _named_modes(self) -> list[list[Any]]:
-        """Return the name of each module, and whether it was training."""
+        """Return the name of each module, and whether the module was in training mode."""
         modes = {id(module): is_training for module, is_training in self._modes}
         return [
             [name, modes.get(id(module), module.training)]
@@ -252,7 +252,7 @@ class KeptState:
 
 
 def _beside(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a value of the optimizer's state, on the device where it was on the other rank."""
+    """Return an optimizer's value, on the parameter's device unless it is a scalar."""
     on_device = isinstance(value, torch.Tensor) and value.dim() > 0
     return value.to(parameter.device) if on_device else value
 

@@ -1,8 +1,8 @@
-"""Turn a tree of values into bytes and tensors, and back into values of the same types.
+"""Convert a tree of values to bytes and tensors, and back to values of the same types.
 
-Each container becomes a list that begins with its kind, and each tensor a reference. So a NumPy
-scalar does not arrive as a float, nor a Counter as a dict. A value that would not arrive as it was
-is refused. Nothing is pickled.
+A container is encoded as a list that begins with the container's kind, and a tensor as a reference.
+A NumPy scalar therefore does not become a float, and a Counter does not become a dict. Values that
+cannot be reproduced exactly are refused. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Parcel:
 
     Args:
         head: the tree without its tensors.
-        tensors: in the order of the references.
+        tensors: the tensors, in the order of their references.
     """
 
     def __init__(self, head: bytes, tensors: list[torch.Tensor]) -> None:
@@ -42,7 +42,7 @@ class Parcel:
         """Return a tree of values as a parcel, which shares the tensors' memory.
 
         Raises:
-            ValueError: a value would not arrive as it is.
+            ValueError: a value cannot be reproduced exactly.
         """
         packing = _Packing()
         try:
@@ -60,13 +60,13 @@ class Parcel:
         """Return a parcel with memory for its tensors.
 
         Raises:
-            ValueError: `head` is not that of a parcel.
+            ValueError: `head` was not made by a parcel.
         """
         kinds = unpack(head)["kinds"]
         return cls(head, [torch.empty(shape, dtype=dtype_named(dtype)) for dtype, shape in kinds])
 
     def contents(self) -> dict[str, Any]:
-        """Return the tree of values, which takes over the tensors."""
+        """Return the tree of values. The tree owns the tensors afterwards."""
         tree = unpack(self.head)["tree"]
         return {name: _rebuilt(told, self.tensors) for name, told in tree.items()}
 
@@ -79,7 +79,7 @@ class _Packing:
         self._places: dict[int, int] = {}  # by the tensor's id
 
     def told(self, value: Any, where: str) -> Any:
-        """Return a value in the form in which it is sent."""
+        """Return a value in its encoded form."""
         kind = type(value)
         if kind in _PLAIN:
             return value

@@ -25,12 +25,12 @@ from echelon.dist.resilient.kept import KeptState, Stateful
 
 
 class ShardedState:
-    """The state of a sharded model and its optimizer at the start of the last two steps.
+    """The state of a sharded model and its optimizer at the start of each of the last two steps.
 
     Args:
         model: the model.
         optimizer: the optimizer of the model's parameters.
-        also: other objects whose state the steps change; equal on all ranks.
+        also: other objects whose state the steps change. Their state must be equal on all ranks.
     """
 
     def __init__(

@@ -16,10 +16,10 @@ from echelon.dist.torch_backend.reduction import Reduction
 
 
 def all_reduce(group: ProcessGroup, tensor: Any, reduction: Reduction) -> None:
-    """Sum a sparse COO tensor over all ranks, in place.
+    """Sum or average a sparse COO tensor over all ranks, in place.
 
     Raises:
-        ValueError: the operation is not a sum or an average.
+        ValueError: `reduction` is neither a sum nor an average.
     """
     if reduction.name not in ("sum", "avg") or reduction.factor is not None:
         raise ValueError(

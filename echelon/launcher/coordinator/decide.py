@@ -11,9 +11,9 @@ not end early if the first failure was due to a stop signal from outside, becaus
 stopping every process on a node.
 
 If a worker is lost and the others continue, the phase does not change. An incident is collected
-after a pause of the same length. A process that takes the place of a lost worker is not a
-worker until it has been admitted. If it ends before that, nothing changes for the others, and it is
-dismissed once no worker is left.
+after a pause of the same length. A process that replaces a lost worker is not a worker until it has
+been admitted. If the process ends before that, nothing changes for the workers. If no worker is
+left, the process is dismissed.
 
 Each node measures the grace period between SIGTERM and SIGKILL by itself. The coordinator's
 backstop is only for a node that does not kill its workers in time. A second request to stop may
@@ -75,21 +75,21 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class JoinerStarted:
-    """An event: a process was started in the place of a lost worker, or could not join in time."""
+    """An event: a process was started to replace a lost worker, or could not join in time."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerAdmitted:
-    """An event: the process in the place of a lost worker is a worker from now on."""
+    """An event: the process that replaced a lost worker has become a worker."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerEnded:
-    """An event: the process in the place of a lost worker ended before it was admitted."""
+    """An event: the process that replaces a lost worker ended before it was admitted."""
 
     rank: int
 

@@ -5,8 +5,8 @@ lost with its node. Every other rank must hold all the data that it needs to con
 ranks are published in the job's store as an epoch. Each rank then reports once it is ready to
 continue training. If an attempt cannot survive a loss, the loss is handled as an ordinary failure,
 and the reason is logged in one line. An epoch can also admit processes that take the place of lost
-ranks; `Replacements` starts them. Once admitted, they are ranks like all others, but they hold no
-state until they have joined.
+ranks; `Replacements` starts these processes. Once admitted, they are ranks like any other, but they
+hold no state until they have joined.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
 once all ranks of an epoch have met in that store. Ranks that are cut off from the store therefore
@@ -97,7 +97,7 @@ class Losses:
             self._begin(world.number)
 
     def why_not_without(self, world: World, ranks: Sequence[int]) -> str:
-        """Return why the attempt could not continue without some running ranks; "" if it could."""
+        """Return why the attempt could not continue without the given ranks; "" if it could."""
         if not self._is_on:
             return "--on-loss shrink is not given"
         self._follow(world)
@@ -191,11 +191,11 @@ class Losses:
         return self._number
 
     def forget_standing(self, rank: int) -> None:
-        """Forget what a lost rank reported, before another process takes its place."""
+        """Forget what a lost rank reported, before another process replaces the rank."""
         self._remote.pop(rank, None)
 
     def waiting(self, world: World) -> list[int]:
-        """Return the ranks that wait to be admitted; none while an epoch or the job is ending."""
+        """Return the ranks waiting to be admitted; none while an epoch or the job is ending."""
         known = self._standings(world)
         if self._awaited is not None or any(one.state is State.DONE for one in known.values()):
             return []
@@ -213,10 +213,10 @@ class Losses:
         return True
 
     def delayed_by(self, world: World) -> list[int]:
-        """Return the admitted ranks that have not joined, once all other ranks wait for them.
+        """Return the admitted ranks that have not joined, once all others are waiting for them.
 
-        A rank may also have met and continued: it does not wait until a joining rank has received
-        data that fits into a buffer.
+        A rank that has continued counts as waiting: it sends data that fits into a buffer without
+        waiting for the joining rank.
         """
         epoch = self._awaited
         if epoch is None or not self._joining:
@@ -237,17 +237,17 @@ class Losses:
         return self.is_admitted(rank) and rank not in self._joining
 
     def is_waiting(self, world: World, rank: int) -> bool:
-        """Return whether a rank's process waits to join."""
+        """Return whether a rank's process is waiting to join."""
         return _is_joining(self._standings(world), rank)
 
     def dismiss(self, world: World, ranks: Sequence[int]) -> None:
-        """Publish that ranks which wait to join must exit, because the others have finished."""
+        """Publish that ranks waiting to join must exit, because the other ranks have finished."""
         known = self._standings(world)
         self._publish(world, self._lost, known, dismissed=ranks)
         self._awaited = None
 
     def _take_back(self, world: World, epoch: Epoch) -> None:
-        """Withdraw an admission of which a rank learned only after its last step."""
+        """Withdraw an admission that a rank noticed only after its last step."""
         for rank in epoch.joins:
             world.take_back(rank, *self._joining.pop(rank))
         self._lost = sorted({*self._lost, *epoch.joins})

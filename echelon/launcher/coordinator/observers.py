@@ -58,7 +58,7 @@ class VerdictKnown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """An attempt has continued without lost ranks. `line` is the message that was printed."""
+    """An attempt has continued without the ranks that it lost. `line` is the printed message."""
 
     attempt: int
     line: str
@@ -83,7 +83,7 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restarting:
-    """Another attempt follows. `decision` is the message that was printed about it."""
+    """Another attempt follows. `decision` is the printed message."""
 
     attempt: int  # the one that ended
     decision: str

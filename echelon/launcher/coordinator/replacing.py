@@ -41,8 +41,8 @@ class _Place:
     """The place of one lost rank.
 
     Attributes:
-        until_s: when its process is killed or, if that has been ordered, no longer awaited.
-        is_killed: whether a dismissed process has been ordered to be killed.
+        until_s: the time at which the process is killed or, after a kill, no longer awaited.
+        is_killed: whether a kill of the dismissed process has been ordered.
     """
 
     stage: _Stage = _Stage.WANTED
@@ -80,7 +80,7 @@ class Replacements:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a process is to start or to join."""
+        """Whether any process has yet to start or to join."""
         return bool(self._places)
 
     def deadline_s(self) -> float:
@@ -88,7 +88,7 @@ class Replacements:
         return min((place.until_s for place in self._places.values()), default=float("inf"))
 
     def is_joining(self, world: World, rank: int) -> bool:
-        """Return whether a rank's process has started, but is not a rank yet."""
+        """Return whether a rank's process has started but has not become a rank yet."""
         self._follow(world)
         place = self._places.get(rank)
         return place is not None and place.stage in (_Stage.STARTED, _Stage.DISMISSED)
@@ -99,7 +99,7 @@ class Replacements:
             self._places.clear()
 
     def note_lost(self, world: World, ended: Mapping[int, int]) -> None:
-        """Plan a process for each lost rank whose node is left.
+        """Plan a process for each lost rank whose node is still present.
 
         Args:
             ended: the ranks, with their exit codes.
@@ -125,7 +125,7 @@ class Replacements:
         return decide.JoinerEnded(rank)
 
     def step(self, world: World, now_s: float, *, may_start: bool) -> list[decide.Event]:
-        """Start, admit and kill what is due; return events for the attempt."""
+        """Start, admit and kill the processes that are due; return events for the attempt."""
         self._follow(world)
         if not self._places or world.attempt.phase is not decide.Phase.RUNNING:
             return []
@@ -137,7 +137,7 @@ class Replacements:
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
-        """Give up the places whose node was lost before their process started."""
+        """Give up the places whose nodes were lost before a process was started."""
         for rank in self._at(_Stage.WANTED):
             if world.node_of(rank) not in world.present:
                 del self._places[rank]
@@ -160,7 +160,7 @@ class Replacements:
         return events
 
     def _admit(self, world: World) -> list[decide.Event]:
-        """Admit all processes that wait, together."""
+        """Admit all waiting processes together."""
         ready = [rank for rank in self._losses.waiting(world) if rank in self._at(_Stage.STARTED)]
         if not ready or not self._losses.admit(world, ready):
             return []
@@ -231,8 +231,8 @@ class Replacements:
     def stop(self, world: World) -> None:
         """Kill the processes that have not joined, now that all ranks are stopped.
 
-        They have nothing to save. Each is in the groups of no rank, so a handler for the signal
-        that stops the ranks could wait until the grace period ends.
+        These processes have nothing to save. They belong to no group, so a signal handler that
+        waits for other ranks could use up the grace period.
         """
         self._follow(world)
         for rank in (*self._at(_Stage.STARTED), *self._at(_Stage.DISMISSED)):

@@ -167,7 +167,7 @@ class World:
         return self.ended.pop(rank), self.published.pop(rank)
 
     def take_back(self, rank: int, ended: Ended, epoch: int) -> None:
-        """Count a rank as lost again, which `admit` has counted as running."""
+        """Count a rank as lost again after `admit` counted it as running."""
         self.ended[rank] = ended
         self.published[rank] = epoch
 

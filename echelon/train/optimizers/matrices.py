@@ -72,8 +72,8 @@ class Bucket:
     def run(self, dtype: torch.dtype) -> None:
         """Call `compute` with each whole matrix, and `apply` with this rank's part of each result.
 
-        Collective among the group and its replicas; blocks until all ranks have joined, at most for
-        the groups' timeouts.
+        Collective over the group and its replicas. Blocks until all ranks have joined, or until a
+        group's timeout expires.
 
         Args:
             dtype: the dtype of the exchange and of the argument of `compute`.

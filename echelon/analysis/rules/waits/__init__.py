@@ -1,1 +1,1 @@
-"""Detect ranks that are waiting, and the ranks for which they wait."""
+"""Detect which ranks are waiting, and for which ranks."""

@@ -56,7 +56,7 @@ class Training(Generic[_T]):
     """One call to `run` on this rank.
 
     Args:
-        joins: what this rank knows of ranks that are about to join.
+        joins: what this rank knows about ranks that will join.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Training(Generic[_T]):
                 raise JoinDue(f"ranks join in epoch {entered}", operation="join")
 
     def _is_kept(self, world: World) -> bool:
-        """Return whether a copy of the state may be needed: there are others, or may be again."""
+        """Return whether a copy of the state may be needed: other ranks exist or may join."""
         return world.group.size > 1 or self._joins.is_on
 
     def _be_admitted(self) -> World:
@@ -160,7 +160,7 @@ class Training(Generic[_T]):
         """Check at the start that the state could be sent to a rank that joins.
 
         Raises:
-            ValueError: it has a value that cannot be sent.
+            ValueError: the state has a value that cannot be sent.
         """
         try:
             Parcel.of(self._kept_state().contents())

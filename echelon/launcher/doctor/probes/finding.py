@@ -73,7 +73,7 @@ class Finding:
         return self.state is State.BROKEN
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form that reports contain."""
+        """Return the JSON representation used in reports."""
         return {
             "probe": self.probe,
             "state": self.state.value,
