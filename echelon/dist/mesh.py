@@ -163,7 +163,7 @@ def _coordinate(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
-    """Create the groups of all lines of ranks along `axis`; return this rank's group."""
+    """Create a group for each line of ranks along `axis`; return this rank's group."""
     own: ProcessGroup | None = None
     others = [range(length) for index, length in enumerate(shape) if index != axis]
     for fixed in itertools.product(*others):

@@ -57,7 +57,7 @@ class Run:
     total: int
 
     def __post_init__(self) -> None:
-        """Check that the numbers are in order."""
+        """Check that the numbers form a valid run."""
         if not 0 <= self.start <= self.stop <= self.total or self.total < 1:
             raise ValueError(f"{self}: expected 0 <= start <= stop <= total and total >= 1")
 

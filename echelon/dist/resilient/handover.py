@@ -89,7 +89,7 @@ def check_alike(
 
     Args:
         group: the world in which ranks join.
-        source: the rank within the group that has sent the state.
+        source: the rank within the group that sent the state.
         newcomers: the ranks within the group that have received it.
         parts: this rank's state, keyed by description.
 

@@ -59,7 +59,7 @@ class RankStatus:
 
 
 def newest_run(folder: Path) -> Path | None:
-    """Return the run directory that was started last."""
+    """Return the directory of the most recently started run."""
     runs = sorted(folder.glob("*/job*.json"), key=lambda path: path.stat().st_mtime)
     return runs[-1].parent if runs else None
 

@@ -310,7 +310,7 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Feed the open command from `position` on; return where the used data ends."""
+        """Give the current command data from `position` on; return where the consumed data ends."""
         while self._steps is not None:
             end = position + self._need
             if end > len(data):

@@ -292,7 +292,7 @@ def _names(type_name: str, message: str, traceback: str, seen: Survived) -> bool
 
 
 def _is_among(errors: Iterable[str], message: str) -> bool:
-    """Return whether a message begins like one of the recorded errors."""
+    """Return whether a message contains the beginning of a recorded error."""
     return any(error and error[:_MAX_COMPARED] in message for error in errors)
 
 

@@ -1,4 +1,4 @@
-"""Read from the output of torchrun, srun and mpirun how ranks ended."""
+"""Determine how ranks ended from the output of torchrun, srun and mpirun."""
 
 from __future__ import annotations
 

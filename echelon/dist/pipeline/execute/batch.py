@@ -14,7 +14,7 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
     Args:
         what: the name of the argument, for error messages.
-        batch: a tensor or a tuple of tensors, [batch_size, ...] each.
+        batch: a tensor or a tuple of tensors, each of shape [batch_size, ...].
         num_microbatches: the number of micro-batches.
 
     Raises:
