@@ -304,6 +304,7 @@ class Job:
         absent: dict[str, object] | None = None,
         lost: object = (),
         lost_earlier: object = (),
+        set_aside: object = (),
     ) -> Path:
         folder.mkdir(parents=True)
         for record in self.records():
@@ -318,6 +319,7 @@ class Job:
             "ranks_absent": absent or {},
             "ranks_lost": lost,
             "lost_earlier": lost_earlier,
+            "set_aside": set_aside,
         }
         (folder / "incident.json").write_text(json.dumps(incident))
         return folder

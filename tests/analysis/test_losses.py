@@ -133,3 +133,25 @@ def test_the_launchers_words_are_read(tmp_path: Path):
 def test_damaged_words_are_left_out(tmp_path: Path, told: object):
     folder = _after_a_loss().write(tmp_path / "incident_0", "failure", lost_earlier=told)
     assert read_incident(folder / "incident.json").lost_earlier == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ([], "See rank_1/attempt_0/stderr.log and"),
+        ([[2, 0]], "See rank_1/attempt_0/stderr.log and"),
+        ([[1, "0"]], "See rank_1/attempt_0/stderr.log and"),
+        (
+            [[1, 0]],
+            "See rank_1/lost_0_of_attempt_0/stderr.log (in attempt_0 until the rank is replaced)",
+        ),
+        ([[1, 3]], "See rank_1/lost_3_of_attempt_0/stderr.log"),
+    ],
+)
+def test_the_advice_names_the_log_of_the_rank_that_was_lost(tmp_path: Path, told, shown):
+    """The folder `attempt_0` is that of the process that replaces the rank."""
+    job = Job(3).train(2)
+    job[1].exited(-9)
+    verdict = analyze(job.write(tmp_path / "incident_0", "failure", set_aside=told)).verdict
+    assert verdict is not None
+    assert verdict.next_action.startswith(shown)

@@ -61,6 +61,9 @@ class Incident:
     probes: tuple[str, ...] = ()  # what was measured of suspect nodes before the attempt
     # Rank -> the first epoch in which the job continued without it: that loss is over.
     lost_earlier: Mapping[int, int] = field(default_factory=dict)
+    # Rank -> how many of its processes were replaced before. Only ranks that are to be replaced now
+    # are listed: their folders will be set aside.
+    set_aside: Mapping[int, int] = field(default_factory=dict)
     epoch_since_ns: int = 0  # when the present epoch began, by the host's monotonic clock
     # The same for ranks on other nodes than the host, each by its own node's clock.
     epoch_since_there_ns: Mapping[int, int] = field(default_factory=dict)

@@ -179,6 +179,7 @@ def read_incident(path: Path) -> Incident:
         absent=_reasons(values.get("ranks_absent")),
         probes=_texts(values.get("probes")),
         lost_earlier=_epochs(values.get("lost_earlier")),
+        set_aside=_by_rank(values.get("set_aside")),
         epoch_since_ns=_count(values.get("epoch_since_mono_ns")),
         epoch_since_there_ns=_epochs(values.get("epoch_since_there_ns")),
     )
@@ -208,12 +209,17 @@ def _ended(value: Any) -> tuple[int, ...]:
 
 def _epochs(value: Any) -> dict[int, int]:
     """Return the epoch of each rank from `[[rank, epoch], ...]`, ignoring malformed entries."""
+    return {rank: epoch for rank, epoch in _by_rank(value).items() if epoch}
+
+
+def _by_rank(value: Any) -> dict[int, int]:
+    """Return the number of each rank from `[[rank, number], ...]`, ignoring malformed entries."""
     rows = value if isinstance(value, list) else ()
     pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
     return {
-        rank: epoch
-        for rank, epoch in pairs
-        if isinstance(rank, int) and _RANK.match(str(rank)) and _count(epoch)
+        rank: number
+        for rank, number in pairs
+        if isinstance(rank, int) and _RANK.match(str(rank)) and type(number) is int and number >= 0
     }
 
 

@@ -654,7 +654,7 @@ class Coordinator:
         elif isinstance(action, decide.KillWorkers):
             self._tell(world.nodes, m.Kill())
         elif isinstance(action, decide.CollectIncident):
-            self._incidents.begin(world, action)
+            self._incidents.begin(world, action, self._replacements.set_aside(action.lost))
         else:
             for rank in action.unkillable:
                 world.unkillable.setdefault(rank, "its node did not report")

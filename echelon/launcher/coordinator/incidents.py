@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
@@ -154,8 +154,17 @@ class Incidents:
             return action.is_early or not self._stalls_end
         return bool(action.lost)
 
-    def begin(self, world: World, action: decide.CollectIncident) -> None:
-        """Request dumps from all nodes."""
+    def begin(
+        self,
+        world: World,
+        action: decide.CollectIncident,
+        set_aside: Mapping[int, int] | None = None,
+    ) -> None:
+        """Request dumps from all nodes.
+
+        Args:
+            set_aside: the result of `Replacements.set_aside` for the lost ranks.
+        """
         self._observers.tell(
             IncidentBegan(
                 attempt=world.number,
@@ -189,6 +198,7 @@ class Incidents:
                 is_early=action.is_early,
                 is_survived=bool(action.lost),
                 lost_earlier=world.lost_earlier(action.lost, is_stall=action.kind == "stall"),
+                set_aside=set_aside or {},
                 continues=former,
             )
         except OSError as err:

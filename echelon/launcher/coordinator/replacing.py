@@ -77,6 +77,7 @@ class Replacements:
         self._num_started = 0  # in this job
         self._attempt = -1
         self._places: dict[int, _Place] = {}
+        self._numbers: dict[int, int] = {}  # of processes started for each rank in this attempt
 
     @property
     def is_busy(self) -> bool:
@@ -97,6 +98,7 @@ class Replacements:
         if world.number != self._attempt:
             self._attempt = world.number
             self._places.clear()
+            self._numbers.clear()
 
     def note_lost(self, world: World, ended: Mapping[int, int]) -> None:
         """Plan a process for each lost rank whose node is still present.
@@ -113,6 +115,14 @@ class Replacements:
                 self._say(f"rank {rank} is not replaced again: {decide.describe_code(code)}")
             elif world.node_of(rank) in world.present:
                 self._places[rank] = _Place()
+
+    def set_aside(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return those of the lost ranks whose folders are to be set aside for new processes.
+
+        The value is the number of folders that have been set aside before it for the rank.
+        """
+        wanted = self._at(_Stage.WANTED)[: self._max - self._num_started]
+        return {rank: self._numbers.get(rank, 0) for rank in ranks if rank in wanted}
 
     def note_ended(self, world: World, rank: int, code: int) -> decide.JoinerEnded:
         """Handle the end of a process that had not joined, while ranks run or are stopped."""
@@ -152,6 +162,7 @@ class Replacements:
                 )
                 continue
             self._num_started += 1
+            self._numbers[rank] = self._numbers.get(rank, 0) + 1
             self._places[rank].stage = _Stage.STARTED
             self._losses.forget_standing(rank)
             replace = m.Replace(attempt=world.number, rank=rank, epoch=self._losses.newest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +21,7 @@ class Collection:
             are left out.
         is_survived: whether the attempt continues despite the incident.
         lost_earlier: the losses that were handled before this incident.
+        set_aside: the result of `Replacements.set_aside` for the lost ranks.
         continues: the earlier incident that this one replaces, if any.
 
     Attributes:
@@ -43,6 +44,7 @@ class Collection:
         is_early: bool = False,
         is_survived: bool = False,
         lost_earlier: LostEarlier | None = None,
+        set_aside: Mapping[int, int] | None = None,
         continues: Incident | None = None,
     ) -> None:
         self.number, self._folder = directory.open_incident()
@@ -54,6 +56,7 @@ class Collection:
         self.is_survived = is_survived
         self.continues = continues
         self._lost_earlier = lost_earlier or LostEarlier()
+        self._set_aside = set_aside or {}
         self.is_overtaken = False
         self._reason, self._attempt = reason, attempt
         self._files: dict[str, IO[bytes]] = {}
@@ -118,6 +121,7 @@ class Collection:
                 "ranks_lost": list(ranks_lost),
                 "ended": [[one.rank, one.code, one.order] for one in ended],
                 "lost_earlier": sorted(map(list, self._lost_earlier.ranks.items())),
+                "set_aside": sorted(map(list, self._set_aside.items())),
                 "epoch_since_mono_ns": self._lost_earlier.since_mono_ns,
                 "epoch_since_there_ns": sorted(
                     map(list, self._lost_earlier.since_there_ns.items())

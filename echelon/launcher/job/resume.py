@@ -1,6 +1,7 @@
 """Find the job's newest committed checkpoint, from the ranks' reports or from `--checkpoint-dir`.
 
     RUN/rank_0/attempt_<n>/checkpoint.json      written by rank 0 when a checkpoint is committed
+    RUN/rank_0/lost_<k>_of_attempt_<n>/...      the same, of a process that was lost and replaced
     DIR/step_<n>/<version>/commit               Keeper's layout
     DIR/<version>/commit                        a single checkpoint with its versions
 
@@ -18,12 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.launcher.job.rundir import processes_of
+
 SEARCH_S = 60.0  # a slow file system delays an attempt no longer than this
 POLL_S = 0.02
 _BRIEFLY_S = 0.05
 _VERSION = re.compile(r"\d{6,}")
 _STEP = re.compile(r"step_(\d{1,18})")
-_ATTEMPT = re.compile(r"attempt_(\d+)")
+_ATTEMPT = re.compile(r"(?:lost_\d+_of_)?attempt_(\d+)")
+_ANNOUNCED = "checkpoint.json"
 _COMMIT = "commit"
 
 
@@ -53,18 +57,23 @@ def newest(run: Path, folder: Path | None) -> Checkpoint | None:
 
 
 def announced_in(run: Path, attempt: int) -> Checkpoint | None:
-    """Return the last checkpoint that rank 0 announced in an attempt."""
-    return _read(run / "rank_0" / f"attempt_{attempt}" / "checkpoint.json")
+    """Return the last checkpoint that a process of rank 0 announced in an attempt."""
+    told = (_read(folder / _ANNOUNCED) for folder in processes_of(run, 0, attempt))
+    return next((one for one in told if one is not None), None)
 
 
 def _announced(run: Path) -> list[Checkpoint]:
     """Return the checkpoints that rank 0 announced, starting with the latest attempt."""
-    found = {
-        int(match[1]): path
-        for path in (run / "rank_0").glob("attempt_*/checkpoint.json")
+    numbers = {
+        int(match[1])
+        for path in (run / "rank_0").glob(f"*attempt_*/{_ANNOUNCED}")
         if (match := _ATTEMPT.fullmatch(path.parent.name))
     }
-    told = (_read(found[number]) for number in sorted(found, reverse=True))
+    told = (
+        _read(folder / _ANNOUNCED)
+        for number in sorted(numbers, reverse=True)
+        for folder in processes_of(run, 0, number)
+    )
     return [one for one in told if one is not None]
 
 

@@ -137,7 +137,7 @@ class RunDirectory:
         If that fails, its files are overwritten.
         """
         number = 0
-        while (aside := rank_dir.with_name(f"lost_{number}_of_{rank_dir.name}")).exists():
+        while (aside := _aside(rank_dir, number)).exists():
             number += 1
         try:
             return rank_dir.rename(aside)
@@ -203,6 +203,23 @@ class RunDirectory:
         link = self.dump / f".latest.{_unique()}"
         link.symlink_to(incident.name)
         link.rename(self.dump / "latest")
+
+
+def processes_of(run: Path, rank: int, attempt: int) -> list[Path]:
+    """Return the folders of a rank's processes in an attempt, the newest process first.
+
+    There are several if the rank was lost and replaced.
+    """
+    newest = run / f"rank_{rank}" / f"attempt_{attempt}"
+    lost: list[Path] = []
+    while (aside := _aside(newest, len(lost))).exists():
+        lost.insert(0, aside)
+    return [newest, *lost]
+
+
+def _aside(rank_dir: Path, number: int) -> Path:
+    """Return the name under which the folder of a replaced process is kept."""
+    return rank_dir.with_name(f"lost_{number}_of_{rank_dir.name}")
 
 
 def write_json(path: Path, value: dict[str, Any], indent: int | None = 1) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon.errors import DumpFormatError
 from echelon.launcher.job.resume import Checkpoint, announced_in
+from echelon.launcher.job.rundir import processes_of
 from echelon.recorder.format.schema import Live
 from echelon.recorder.read import read_ring
 
@@ -55,8 +56,12 @@ class Stopped:
 
 def where_it_stopped(run: Path, attempt: int) -> Stopped:
     """Return where rank 0 stopped in an attempt that has ended."""
-    step = -1
-    with contextlib.suppress(DumpFormatError, OSError):
-        record = read_ring(run / "rank_0" / f"attempt_{attempt}" / "ring")
-        step = int(record.live[Live.STEP]) - 1
+    step = max(_last_step(folder / "ring") for folder in processes_of(run, 0, attempt))
     return Stopped(last_step=step, saved=announced_in(run, attempt))
+
+
+def _last_step(ring: Path) -> int:
+    """Return the last step that a process began; -1 if it recorded no steps."""
+    with contextlib.suppress(DumpFormatError, OSError):
+        return int(read_ring(ring).live[Live.STEP]) - 1
+    return -1

@@ -13,7 +13,6 @@ import dataclasses
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import time
@@ -237,7 +236,7 @@ class NodeAgent:
             self._tell(m.WorkerEnded(attempt=self.attempt, rank=command.rank, code=_NOT_STARTED))
             return
         self._num_replaced += 1
-        aside = self._set_aside(old)
+        self._set_aside(old)
         joins = dataclasses.replace(shared, join_after=command.epoch)
         try:
             self._launch(start, joins, local_rank)
@@ -245,12 +244,10 @@ class NodeAgent:
             self._say(f"rank {command.rank}: {err}")
             self._note_end(self._workers[local_rank], _NOT_STARTED, time.monotonic_ns())
             return
-        with contextlib.suppress(OSError):  # the attempt's newest checkpoint is read from there
-            shutil.copy(aside / "checkpoint.json", old.folder)
         how = "a standby" if local_rank in self._taken else "a new process"
         self._say(f"{how} takes the place of rank {command.rank}")
 
-    def _set_aside(self, worker: Worker) -> Path:
+    def _set_aside(self, worker: Worker) -> None:
         """Rename the folder of a rank that was lost, and forget its ring."""
         for known in (self._sighting, self._standings):
             if known is not None:
@@ -258,7 +255,7 @@ class NodeAgent:
         self._memory.bring_home(worker.folder)
         if worker.torch is not None:
             worker.torch.clear_up()
-        return self._directory.set_aside(worker.folder)
+        self._directory.set_aside(worker.folder)
 
     # ---- commands ----
 

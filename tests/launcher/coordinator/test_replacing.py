@@ -224,6 +224,19 @@ def test_replacements_are_limited(tmp_path, monkeypatch):
     assert job.said[-1] == "rank 1 is not replaced: --max-replacements allows 1 in a job"
 
 
+def test_the_folders_that_will_be_set_aside_are_those_of_ranks_that_are_replaced(
+    tmp_path, monkeypatch
+):
+    job = _Job(tmp_path, monkeypatch, "--max-replacements", "2")
+    _lose_and_continue(job)
+    assert job.replacements.set_aside((1,)) == {1: 0}
+    job.start(1)
+    job.step()
+    assert job.lose(1)
+    assert job.lose(0)
+    assert job.replacements.set_aside((0, 1)) == {1: 1}, "none is left for rank 0"
+
+
 def test_a_rank_of_a_lost_node_is_not_replaced(job):
     job.world.lost.append(job.node)
     assert job.lose(1, LOST)

@@ -34,6 +34,17 @@ def test_the_last_attempt_that_announced_one_counts(tmp_path):
     assert newest(run, None) == Checkpoint(str(tmp_path / "b"))
 
 
+def test_a_lost_rank_0_has_announced_the_newest_one_until_its_replacement_does(tmp_path):
+    run, rank_dir = tmp_path / "run", tmp_path / "run" / "rank_0"
+    for number in (0, 1):
+        _announce(run, 4, _commit(tmp_path / f"lost_{number}"), number)
+        (rank_dir / "attempt_4").rename(rank_dir / f"lost_{number}_of_attempt_4")
+    _announce(run, 3, _commit(tmp_path / "a"), 7)
+    assert newest(run, None) == Checkpoint(str(tmp_path / "lost_1"), 1)
+    _announce(run, 4, _commit(tmp_path / "b"), 9)
+    assert newest(run, None) == Checkpoint(str(tmp_path / "b"), 9)
+
+
 def test_an_announced_checkpoint_that_was_removed_is_passed_over(tmp_path):
     run = tmp_path / "run"
     _announce(run, 0, _commit(tmp_path / "a"), 7)

@@ -158,6 +158,7 @@ def test_a_killed_rank_is_replaced_and_the_bits_are_those_of_an_undisturbed_run(
     assert incident["verdict"]["culprit_ranks"] == [1]
     folders = sorted(path.name for path in (tmp_path / "run" / "rank_1").iterdir())
     assert folders == ["attempt_0", "lost_0_of_attempt_0"]
+    assert "rank_1/lost_0_of_attempt_0/stderr.log" in incident["verdict"]["next_action"]
     for name in folders:
         assert (tmp_path / "run" / "rank_1" / name / "ring").is_file()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from echelon.analysis.evidence.model import RankEvidence
+from echelon.analysis.evidence.model import Evidence, RankEvidence
 from echelon.analysis.evidence.picture import Picture, last_row
 from echelon.analysis.evidence.stacks.frames import (
     Frame,
@@ -407,7 +407,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
         summary=summary,
         evidence=tuple(lines),
         fallout_ranks=picture.fallout([ending.rank]),
-        next_action=_next_action(facts, ending),
+        next_action=_next_action(_stderr_of(evidence, facts), facts, ending),
         scope=Scope.SHARED,
     )
 
@@ -437,8 +437,17 @@ def _same_elsewhere(picture: Picture, facts: RankEvidence) -> list[str]:
     return [f"{rank_list(same)} raised the same there, later than this one"] if same else []
 
 
-def _next_action(facts: RankEvidence, ending: Ending) -> str:
-    stderr = f"rank_{facts.rank}/attempt_{facts.identity.attempt}/stderr.log"
+def _stderr_of(evidence: Evidence, facts: RankEvidence) -> str:
+    """Return the path of an ended rank's stderr within the run directory."""
+    folder = f"attempt_{facts.identity.attempt}"
+    number = evidence.incident.set_aside.get(facts.rank)
+    if number is None:
+        return f"rank_{facts.rank}/{folder}/stderr.log"
+    aside = f"rank_{facts.rank}/lost_{number}_of_{folder}/stderr.log"
+    return f"{aside} (in {folder} until the rank is replaced)"
+
+
+def _next_action(stderr: str, facts: RankEvidence, ending: Ending) -> str:
     if ending.cause is Cause.OUT_OF_MEMORY:
         return (
             f"Lower the memory that rank {facts.rank} needs (batch, sequence, activations) "
