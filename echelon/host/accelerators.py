@@ -14,7 +14,7 @@ _BUS = re.compile(r"Bus Location:\s*([0-9a-fA-F:.]+)")
 
 
 def num_nvidia(environ: Mapping[str, str], dev: Path = Path("/dev")) -> int:
-    """Return the number of NVIDIA GPUs that a program started here would see."""
+    """Return the number of NVIDIA GPUs that a program with this environment would see."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     there = len(list(dev.glob("nvidia[0-9]*")))
     return there if visible is None else min(there, len(visible_devices(visible)))

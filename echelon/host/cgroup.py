@@ -147,7 +147,7 @@ def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield the paths of a group and of its parents, ending with "" for the top."""
+    """Yield the path of a group and the paths of its ancestors, ending with "" for the root."""
     group = path.rstrip("/")
     while group:
         yield group
@@ -168,7 +168,7 @@ def _number(text: str) -> int | None:
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """Yield the CPU quotas, in cores, of this process's groups and their parents."""
+    """Yield the CPU quotas, in cores, of this process's groups and their ancestors."""
     for line in read_text(str(own), "cgroup", []).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

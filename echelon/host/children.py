@@ -20,7 +20,7 @@ _EXIT_CODE_FIELD = 49  # in /proc/PID/stat, counted after the name; readable if 
 
 
 def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[HostChild, ...], int]:
-    """Examine the first `limit` descendants of a process; return them and the total number."""
+    """Examine up to `limit` descendants of a process. Also return the number of descendants."""
     below = descendants(pid)
     return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)
 

@@ -16,7 +16,7 @@ TRACING = "ptrace"  # among `not_permitted`: its stacks and memory may not be re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Socket:
-    """A TCP connection of a rank, as the host sees it. A value of -1 means unknown."""
+    """A TCP connection of a rank, as seen by the host. A value of -1 means unknown."""
 
     local: str = ""  # "10.0.0.1:29500"
     peer: str = ""
@@ -34,7 +34,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
-    """A rank's thread, as the host sees it. The black box has no ring for this thread."""
+    """A rank's thread, as seen by the host. The black box has no ring for this thread."""
 
     name: str = ""
     call: str = ""  # the kernel call in which it waits; "" if it runs, or if the call is not known

@@ -101,7 +101,7 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """Return this host's identity; processes with equal "boot" and "net" may share memory."""
+    """Return this host's identity; processes with the same "boot" and "net" can share memory."""
     return {"boot": boot_id(), "net": _namespace("net"), "pids": pid_namespace()}
 
 
@@ -111,7 +111,7 @@ def process_identity() -> dict[str, Any]:
 
 
 def is_same_host(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two processes run on the same host and so may share memory."""
+    """Return whether two processes run on the same host and can therefore share memory."""
     return all(one.get(key) == other.get(key) for key in ("boot", "net"))
 
 

@@ -37,7 +37,7 @@ class _Mapping:
 
 
 def native_stacks(pid: int, denied: list[str]) -> str:
-    """Return the C frames of a process's waiting threads, innermost first, or ""."""
+    """Return the C frames of a process's waiting threads, innermost first; "" if unavailable."""
     if platform.machine() != "x86_64":
         return ""
     mappings = _executable(read_text(f"/proc/{pid}/maps", "maps", denied))

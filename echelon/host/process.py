@@ -94,10 +94,7 @@ def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
 
 
 def oom_kills(pid: int) -> int | None:
-    """Return how many processes in a process's cgroup have been killed for lack of memory.
-
-    None means that the number is unknown.
-    """
+    """Return the number of OOM kills in a process's cgroup, or None if it is unknown."""
     return limits(pid, []).oom_kills
 
 
@@ -113,7 +110,7 @@ class Surroundings:
         self._looked_ns = time.monotonic_ns()
 
     def add_to(self, host: HostFacts) -> HostFacts:
-        """Return `host` with the current facts, and with denied files added to `not_permitted`."""
+        """Return `host` updated with the current facts; add unreadable files to `not_permitted`."""
         denied = list(host.not_permitted)
         elapsed_ns = time.monotonic_ns() - self._looked_ns
         now = limits(self._pid, denied)

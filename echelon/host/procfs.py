@@ -12,7 +12,10 @@ _MAX_BYTES = 1 << 22
 
 
 def read_text(path: str, name: str, denied: list[str]) -> str:
-    """Return a file's text, or "" if it is missing or denied. A denial adds `name` to `denied`."""
+    """Return a file's text, or "" if it cannot be read.
+
+    If access is denied, `name` is added to `denied`.
+    """
     try:
         with Path(path).open("rb") as file:
             return file.read(_MAX_BYTES).decode("utf-8", "replace")

@@ -90,7 +90,7 @@ def _thread(folder: str, calls: Mapping[int, str], denied: list[str]) -> HostThr
 
 
 def numbers(folder: str) -> list[int]:
-    """Return the numeric names in a /proc folder, or [] if it cannot be read."""
+    """Return the numeric names in a /proc folder, or [] if the folder cannot be read."""
     try:
         return [int(name) for name in os.listdir(folder) if name.isdigit()]  # noqa: PTH208 -- names
     except OSError:

@@ -169,7 +169,7 @@ class Failover:
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue looking for a host; return the link to it, or None if no host is found yet.
+        """Continue looking for a host; return the link to it, or None if none has been found yet.
 
         The new host may be this node.
         """

@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _collect(ranks: Sequence[FoundRank], scratch: Path, gap_s: float) -> int:
-    """Examine this machine's ranks and send the result to the machine that asked for it."""
+    """Examine this machine's ranks, and send the result to the requesting machine."""
     from echelon.launcher.attach.hosts import pack
     from echelon.launcher.attach.look import look
 

@@ -24,7 +24,7 @@ def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:
 
 
 def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, str]:
-    """Return how ranks in `before` have ended, keyed by rank; "" if unknown.
+    """Return how each rank in `before` has ended, keyed by rank; "" means unknown.
 
     Ranks that are still running are left out.
     """

@@ -56,7 +56,7 @@ def pack(sighting: Sighting, world_size: int) -> bytes:
 
 
 def unpack(host: str, data: bytes, folder: Path) -> Answer:
-    """Read a machine's answer, using `folder` for the dumps that it contains."""
+    """Decode a machine's answer, and store its dumps in `folder`."""
     try:
         values = msgpack.unpackb(data, raw=False, strict_map_key=True)
         if not isinstance(values, dict) or values.get("kind") != KIND:

@@ -17,7 +17,7 @@ _WAKES_PER_S = 2.0  # a wait that only checks its deadline wakes less often than
 
 @dataclass(frozen=True, slots=True)
 class Wakes:
-    """The number of times that a process's main thread has waited, and its processor time."""
+    """The number of waits and the processor time of a process's main thread."""
 
     waits: int
     ticks: int

@@ -68,7 +68,7 @@ def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
 
 
 def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Return the finding for ranks that ended during the examination: the job is ending."""
+    """Return the finding for a job whose ranks ended during the examination."""
     ended = tuple(sorted(sighting.ended))
     left = tuple(rank for rank in present if rank not in sighting.ended)
     waiting = tuple(rank for rank in left if rank in sighting.waiting)

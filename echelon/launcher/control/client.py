@@ -340,7 +340,7 @@ async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchErr
 
 
 async def _why_not(endpoint: str) -> str:
-    """Try to connect to an endpoint; return the reason if that fails, or "" if it succeeds."""
+    """Try to connect to an endpoint; return "" on success, or else the reason for the failure."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))

@@ -37,7 +37,7 @@ class LivedTime:
         self._last_s = now_s
 
     def at(self, moment_s: float) -> float:
-        """Return what this clock showed at time `moment_s`."""
+        """Return the reading of this clock at time `moment_s`."""
         moment_s = min(moment_s, self._last_s + self._step_s)
         stood_s = self._stood_s
         for begin_s, end_s, sum_s in reversed(self._gaps):

@@ -67,7 +67,7 @@ class Poll:
 class Renew:
     """A host's heartbeat to the witness. The answer is a `LeaseReply`.
 
-    A message with `number` 0 only passes on the mandate.
+    If `number` is 0, the message only forwards the mandate.
     """
 
     founder: str
@@ -93,7 +93,7 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEnded:
-    """An event: a worker has ended; `code` is its return code as in `subprocess`."""
+    """An event: a worker has ended. `code` follows the convention of `subprocess`."""
 
     attempt: int
     rank: int
@@ -322,7 +322,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseBeat:
-    """A host's heartbeat to a node. It refers to the node's reply with the number `echo`."""
+    """A host's heartbeat to a node. `echo` is the number of the reply that it acknowledges."""
 
     term: int
     host: str
@@ -403,9 +403,9 @@ class KillRanks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replace:
-    """A command: start a process in the place of a rank that was lost.
+    """A command: start a process to replace a lost rank.
 
-    The folder of the lost rank is kept under another name.
+    The folder of the lost rank is renamed and kept.
     """
 
     attempt: int
@@ -534,7 +534,7 @@ _PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": 
 
 
 def _check(annotation: object, value: object) -> None:
-    """Check a value against a field's type: a plain value, a list of values or a list of lists."""
+    """Check that a value has the type of a field, which is a plain type or a list, even nested."""
     name, depth = str(annotation), 0
     while name.startswith("list["):
         name, depth = name[5:-1], depth + 1

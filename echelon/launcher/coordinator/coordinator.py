@@ -345,7 +345,7 @@ class Coordinator:
             self._note_survived(world)
 
     def _note_survived(self, world: World) -> None:
-        """Treat a stall as over after a rank was lost and the other ranks continue."""
+        """Treat a stall as over, because the other ranks continue after the loss of a rank."""
         self._stalls.note_loss()
         if self._hung.is_killing:  # the stall lasts until the last of its ranks has ended
             return
@@ -594,7 +594,7 @@ class Coordinator:
         self._remember()
 
     def _remember(self) -> None:
-        """Send all decisions and findings to the other nodes, for a possible failover."""
+        """Send all decisions and findings to the other nodes, in case one of them takes over."""
         if self._probing.is_over:
             self._restarting.suspected = None
         if self._succession is not None:

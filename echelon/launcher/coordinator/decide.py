@@ -43,7 +43,7 @@ class Phase(Enum):
 
 
 class EndedBy(Enum):
-    """The kind of event that ended the job, in the form used in `report.json`."""
+    """The kind of event that ended the job, as written in `report.json`."""
 
     WORKER = "worker"
     STALL = "stall"
@@ -218,11 +218,11 @@ class Attempt:
 
     @property
     def awaits_collection(self) -> bool:
-        """Whether a lost worker's incident has still to be collected."""
+        """Whether the incident of a lost worker still has to be collected."""
         return bool(self._losses)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """Return the actions that follow from an event, in the order in which to carry them out."""
+        """Return the actions that an event requires, in the order in which to take them."""
         if self.phase is Phase.OVER:
             return []
         if isinstance(event, WorkerEnded):
@@ -258,7 +258,7 @@ class Attempt:
         return []
 
     def _over_if_last(self) -> list[Action]:
-        """Return what follows once no worker is left."""
+        """Return the actions to take if no worker is left, not counting joining processes."""
         if not self._running:
             return [] if self._may_be_stopped else self._over()
         if self.phase is Phase.RUNNING and self._running == self._joining:

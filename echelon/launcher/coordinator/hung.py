@@ -67,7 +67,7 @@ class HungRanks:
         return bool(self._dying)
 
     def end(self, world: World, failure: Failure, incident: Incident, now_s: float) -> str:
-        """Kill the culprits of a stall; return "", or the reason why they may not be killed."""
+        """Kill the culprits of a stall and return "", or return why they may not be killed."""
         ranks = failure.culprit_ranks
         why_not = self._why_not(failure) or self._losses.why_not_without(world, ranks)
         if why_not:
@@ -131,7 +131,7 @@ class HungRanks:
         return self._until_s
 
     def undead(self, now_s: float) -> tuple[str, World] | None:
-        """Return a line about ranks that survive SIGKILL for too long, and their attempt.
+        """Return a line about ranks that survived SIGKILL for too long, and the ranks' attempt.
 
         The line is returned only once.
         """
@@ -144,7 +144,7 @@ class HungRanks:
 
 
 def computing(failure: Failure) -> tuple[int, ...]:
-    """Return the culprits of a hang that may still be computing."""
+    """Return the ranks among the culprits of a hang that may still be computing."""
     if failure.cause not in _MAY_COMPUTE:
         return ()
     return tuple(rank for rank in failure.culprit_ranks if rank not in failure.idle_ranks)

@@ -83,7 +83,7 @@ class Incidents:
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The nodes that have not sent all their dumps."""
+        """The nodes that have not sent all their dumps yet."""
         return frozenset() if self._collection is None else frozenset(self._collection.waiting)
 
     def deadline_s(self) -> float:
@@ -230,7 +230,7 @@ class Incidents:
         self._report.incidents[self._report.incidents.index(former)] = incident
 
     def keep(self, world: World | None, part: m.DumpPart) -> None:
-        """Write a received part of a dump."""
+        """Store one part of a dump, as received from a node."""
         if self._collection is None:
             return
         try:

@@ -229,7 +229,7 @@ class Losses:
         return joining
 
     def is_admitted(self, rank: int) -> bool:
-        """Return whether a rank was admitted, or has joined."""
+        """Return whether a lost rank has been admitted again, even if it has not joined yet."""
         return rank not in self._lost
 
     def has_joined(self, rank: int) -> bool:
@@ -264,7 +264,7 @@ class Losses:
     def _why_not(
         self, world: World, ended: Mapping[int, int], known: Mapping[int, Standing]
     ) -> str:
-        """Return why the attempt cannot continue without some ranks, or "" if it can."""
+        """Return why the attempt cannot continue without the ended ranks, or "" if it can."""
         died = self._meeting.how_it_died()
         if died:
             return f"the job's store {died}"
@@ -297,7 +297,7 @@ class Losses:
         joins: Sequence[int] = (),
         dismissed: Sequence[int] = (),
     ) -> str:
-        """Publish the remaining ranks; return "", or the reason if they cannot be published."""
+        """Publish the remaining ranks; return "" on success, or else the reason for the failure."""
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}
         epoch = Epoch(

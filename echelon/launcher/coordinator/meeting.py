@@ -27,7 +27,7 @@ _CLOSE_S = 5.0
 
 
 class MeetingPlace(Protocol):
-    """The coordinator's interface to the store at which the ranks of an attempt meet."""
+    """The coordinator's interface to the store through which an attempt's ranks find each other."""
 
     host: str  # as ranks dial it
     port: int
@@ -36,7 +36,7 @@ class MeetingPlace(Protocol):
         """Admit clients from an address even though they cannot prove that they are members."""
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value for the ranks to read. Key and value are one word each."""
+        """Store a value for the ranks to read. The key and the value must be single words."""
 
     def renew(self) -> None:
         """Drop all keys and members of earlier attempts."""
@@ -99,7 +99,7 @@ class StoreProcess:
         self._tell(f"admit {address}")
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value for the ranks to read, without blocking. Key and value are one word each.
+        """Store a value for the ranks to read, without blocking. See `MeetingPlace.publish`.
 
         Raises:
             LaunchError: the server cannot be reached.

@@ -70,7 +70,7 @@ class Membership:
         )
 
     def _admit(self, hello: m.Hello) -> None:
-        """Let a node's torch store clients connect from the node's address."""
+        """Allow torch's store clients to connect from a node's address."""
         if not hello.address:
             return  # this node itself
         try:

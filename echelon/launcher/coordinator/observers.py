@@ -66,7 +66,7 @@ class Continued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReplaced:
-    """A new process was admitted in the place of a lost rank."""
+    """A new process was admitted to replace a lost rank."""
 
     attempt: int
     rank: int
@@ -125,7 +125,7 @@ class Observers:
         self._observers = list(observers)
 
     def tell(self, happening: Happening) -> None:
-        """Call every observer with an event."""
+        """Notify every observer of an event."""
         for observer in list(self._observers):
             try:
                 observer(happening)

@@ -161,7 +161,7 @@ class Probing:
             self._note()
 
     def _ask(self, now_s: float) -> _Round:
-        """Request all probes of the suspect nodes, and ask their partners to listen."""
+        """Ask the suspect nodes to run all probes, and their partners to listen."""
         tasks: dict[str, list[Task]] = {}
         links = list(self._links()) if NETWORK in self._probes else []
         token = new_token()

@@ -42,7 +42,7 @@ class _Place:
 
     Attributes:
         until_s: the time at which the process is killed or, after a kill, no longer awaited.
-        is_killed: whether a kill of the dismissed process has been ordered.
+        is_killed: whether the node was told to kill the dismissed process.
     """
 
     stage: _Stage = _Stage.WANTED
@@ -125,7 +125,7 @@ class Replacements:
         return {rank: self._numbers.get(rank, 0) for rank in ranks if rank in wanted}
 
     def note_ended(self, world: World, rank: int, code: int) -> decide.JoinerEnded:
-        """Handle the end of a process that had not joined, while ranks run or are stopped."""
+        """Handle the end of a process that had not joined. The ranks may be running or stopping."""
         stage = self._places.pop(rank).stage
         if stage is _Stage.STARTED and world.attempt.phase is decide.Phase.RUNNING:
             how = "was lost with its node" if code == LOST else decide.describe_code(code)
@@ -135,7 +135,7 @@ class Replacements:
         return decide.JoinerEnded(rank)
 
     def step(self, world: World, now_s: float, *, may_start: bool) -> list[decide.Event]:
-        """Start, admit and kill the processes that are due; return events for the attempt."""
+        """Start, admit or kill processes as needed; return events for the attempt."""
         self._follow(world)
         if not self._places or world.attempt.phase is not decide.Phase.RUNNING:
             return []
@@ -240,7 +240,7 @@ class Replacements:
                 self._kill(world, rank)
 
     def stop(self, world: World) -> None:
-        """Kill the processes that have not joined, now that all ranks are stopped.
+        """Kill the processes that have not joined, because all ranks are being stopped.
 
         These processes have nothing to save. They belong to no group, so a signal handler that
         waits for other ranks could use up the grace period.

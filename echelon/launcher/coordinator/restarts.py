@@ -136,7 +136,7 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether a restart after lost or departed nodes leaves the budget unchanged."""
+        """Return whether a restart after nodes were lost or left does not use the budget."""
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

@@ -39,7 +39,7 @@ class Node:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """The sort key of a node, for the order that the module's docstring describes."""
+        """The node's sort key; see the module's docstring for the order."""
         rank = self.node_rank if self.node_rank >= 0 else 1 << 30
         parts = re.split(r"(\d+)", self.host)
         natural = tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in parts)
@@ -109,7 +109,7 @@ class Roster:
         return tuple(sorted(self._avoided))
 
     def count_without(self, names: Sequence[str]) -> int:
-        """Return how many nodes are connected, not counting the given nodes and avoided nodes."""
+        """Return how many nodes are connected, excluding avoided nodes and the given nodes."""
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:

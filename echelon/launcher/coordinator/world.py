@@ -163,7 +163,7 @@ class World:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
     def admit(self, rank: int) -> tuple[Ended, int]:
-        """Count a lost rank as running again; return what `take_back` needs."""
+        """Count a lost rank as running again; return the values to pass to `take_back`."""
         return self.ended.pop(rank), self.published.pop(rank)
 
     def take_back(self, rank: int, ended: Ended, epoch: int) -> None:

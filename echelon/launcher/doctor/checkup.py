@@ -294,7 +294,7 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run the probes that the host requests; block no later than the latest deadline.
+    """Run the probes that the host requests; block until the latest deadline at most.
 
     Raises:
         LaunchError: the host sent anything but a request for probes.
@@ -329,7 +329,7 @@ def _versions() -> list[list[str]]:
 
 
 def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Try to connect to all places; return each host with its error, or "" on success."""
+    """Try to connect to all places; return each host with its error, which is "" on success."""
     whole = [place for place in places if len(place) == 3 and place[2].isdecimal()]
     with concurrent.futures.ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
         words = pool.map(lambda place: _try(place[1], int(place[2])), whole)

@@ -111,7 +111,7 @@ class Elector:
         self._released = self._released or is_dead
 
     def on_canvass(self, asked: Canvass, now_s: float) -> Answer:
-        """Answer a node that asks for a vote or for the job's host."""
+        """Answer a node that asks for a vote or asks which node is the host."""
         if not self._may_vote(asked, now_s):
             return self._answer()
         if not asked.is_binding:

@@ -24,7 +24,7 @@ class Fences:
         self._dead: set[str] = set()
 
     def wait_until(self, name: str, moment_s: float) -> None:
-        """Delay the next world until `moment_s` at the earliest."""
+        """Delay the next world until `moment_s` or later."""
         self._until_s[name] = max(moment_s, self._until_s.get(name, moment_s))
 
     def lose(self, name: str, endpoint: str, permit_ends_s: float, now_s: float) -> None:

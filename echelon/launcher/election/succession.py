@@ -68,7 +68,7 @@ class Succession:
         return self._office.remaining_s(now_s())
 
     def deadline_s(self) -> float:
-        """Return when to call `step` next, as a time of `time.monotonic`."""
+        """Return the time, as in `time.monotonic`, at which to call `step` next."""
         due = self._office.deadline_s()
         if self.waits_for:
             due = min(due, max(self._fences.until_s(), now_s() + 0.1))

@@ -70,7 +70,7 @@ class Witness:
         return Renewed(term=elector.term, number=number, version=elector.version)
 
     def on_canvass(self, founder: str, asked: Canvass, now_s: float) -> Answer:
-        """Answer a node that asks for a vote or for the host."""
+        """Answer a node that asks for a vote or asks which node is the host."""
         elector = self._electors.get(founder)
         if elector is None:
             return Answer(term=UNKNOWN_TERM)

@@ -46,7 +46,7 @@ class Shares:
         }
 
     def share(self, *categories: Category) -> float:
-        """Return the fraction of all ranks' time that the categories take up."""
+        """Return the fraction of all ranks' time that was spent in the given categories."""
         totals = self.totals
         return _ratio(sum(totals[one] for one in categories), self.wall_ns * len(self.ranks))
 

@@ -18,9 +18,9 @@ _TIMED_OUT = 124
 
 @dataclass(slots=True)
 class Ended:
-    """The way in which a rank ended.
+    """How a rank ended.
 
-    `code` is a return code as in `subprocess`; None if the rank's node was lost.
+    `code` follows the convention of `subprocess`; it is None if the rank's node was lost.
     """
 
     rank: int

@@ -61,7 +61,7 @@ class RunDirectory:
 
     @property
     def job_file(self) -> Path:
-        """This node's file with the job's endpoint and secret."""
+        """The file in which this node keeps the job's endpoint and secret."""
         return self.path / (f"job.{self._node}.json" if self._node else "job.json")
 
     @property
@@ -132,9 +132,9 @@ class RunDirectory:
 
     @staticmethod
     def set_aside(rank_dir: Path) -> Path:
-        """Rename the folder of a rank that was lost to `lost_<k>_of_attempt_<n>`; return its path.
+        """Rename a lost rank's folder to `lost_<k>_of_attempt_<n>`; return the new path.
 
-        If that fails, its files are overwritten.
+        If the folder cannot be renamed, it is removed.
         """
         number = 0
         while (aside := _aside(rank_dir, number)).exists():

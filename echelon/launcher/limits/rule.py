@@ -75,7 +75,7 @@ class LimitRule:
     def begin_again(self, now_ns: int) -> None:
         """End the reported stall without counting it as a false alarm.
 
-        Operations that began earlier are not judged again.
+        Operations that have already begun are not judged again.
         """
         self._reported = None
         self._begun_ns = now_ns

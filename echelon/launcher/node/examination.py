@@ -30,7 +30,7 @@ class Examination:
         self._steps = harvest_steps(workers, occasion, lambda: self._is_urgent)
 
     def hurry(self) -> None:
-        """Stop waiting in all further steps."""
+        """Take the remaining steps without waiting."""
         self._is_urgent = True
         self.due_s = 0.0
 

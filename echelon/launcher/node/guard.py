@@ -255,7 +255,7 @@ class Guard:
     def _allow_agent(self) -> None:
         """Permit the agent's children to read this process's stacks if Yama restricts such access.
 
-        The permission is kept by exec but not by fork.
+        A process keeps the permission across exec, but a forked child does not have it.
         """
         try:
             with open(_YAMA) as file:
@@ -379,7 +379,7 @@ def _print(text: str) -> None:
 
 
 def _where_none_can_start() -> str:
-    """Return an error clause if no process can be started, and "" otherwise."""
+    """Return a clause for an error message if no process can be started, or else ""."""
     try:
         pid = os.fork()
         if pid == 0:

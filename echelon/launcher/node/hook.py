@@ -27,7 +27,7 @@ _MAX_LINE_BYTES = 4096
 
 
 class Hook:
-    """One run of the command, from its start to its end.
+    """One run of the user's command before a restart.
 
     Raises:
         LaunchError: the guard has died, or no descriptors are left.
@@ -119,7 +119,7 @@ class Hook:
 
 
 def environment(base: Mapping[str, str], start: m.Start) -> dict[str, str]:
-    """Return the launcher's environment, extended by the reason for the restart."""
+    """Return the launcher's environment, plus the reason for the restart, minus the secret."""
     env = {name: value for name, value in base.items() if name != "ECHELON_SECRET"}
     last = _last_decision(start.history)
     env.update(

@@ -170,7 +170,7 @@ class NodeAgent:
             self._standbys.start_next()
 
     def _is_steady(self) -> bool:
-        """Return whether this node is calm enough to start a standby."""
+        """Return whether this node is in a steady state, so that it may start a standby."""
         if self._examination is not None or self._hook is not None:
             return False
         if not self.has_workers:
@@ -226,7 +226,7 @@ class NodeAgent:
         return words[Live.STEP] - words[Live.FIRST_STEP]
 
     def replace(self, command: m.Replace) -> None:
-        """Start a process in the place of a rank that has ended; its folder is kept aside."""
+        """Start a process to replace a rank that has ended, and keep that rank's folder."""
         start, shared = self._start, self._shared
         if start is None or shared is None or command.attempt != self.attempt:
             return  # an earlier one
@@ -698,7 +698,7 @@ class NodeAgent:
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._pass_output(stream))
 
     def _open(self, path: Path, mode: str) -> BinaryIO | None:
-        """Open an output file. A failure is reported, and None is returned."""
+        """Open an output file; on failure, report the error and return None."""
         try:
             return cast(BinaryIO, path.open(mode))
         except OSError as err:

@@ -21,7 +21,7 @@ UNKILLABLE_S = 30.0  # from SIGKILL to abandoning them
 
 
 class Asked(Enum):
-    """The meanings of a user's stop signal."""
+    """What a user's stop signal can mean."""
 
     STOP = "stop"
     HURRY = "hurry"

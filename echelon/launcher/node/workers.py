@@ -46,7 +46,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker has ended. `code` is a return code as in `subprocess`: -9 means SIGKILL."""
+    """A worker has ended. `code` is its return code; as in `subprocess`, -9 means SIGKILL."""
 
     index: int
     code: int

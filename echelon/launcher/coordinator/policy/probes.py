@@ -98,7 +98,7 @@ def wait_s(num_failed: int) -> float:
 
 
 def to_markdown() -> str:
-    """Return both tables in the Markdown form that `docs/restarts.md` contains."""
+    """Return both tables as Markdown, exactly as they appear in `docs/restarts.md`."""
     lines = ["| cause | probes |", "|---|---|"]
     for row in ASKED:
         causes = ", ".join(f"`{cause}`" for cause in row.causes)

@@ -169,7 +169,7 @@ def may_pass(cause: str) -> bool:
 
 
 def to_markdown() -> str:
-    """Return the table in the Markdown form that `docs/restarts.md` contains."""
+    """Return the table as Markdown, exactly as it appears in `docs/restarts.md`."""
     columns = "cause | evidence | follows | pause | counts against the node | a stall of it"
     lines = [f"| {columns} |", "|" + "---|" * 6]
     for row in TABLE:

@@ -129,7 +129,7 @@ atexit.register(_reap, _REAP_S)
 
 
 def run_all(tasks: Sequence[Task], command: Sequence[str] = COMMAND) -> list[Finding]:
-    """Run probes in parallel, each in its own process; block no later than the latest deadline."""
+    """Run probes in parallel, each in its own process; block until the latest deadline at most."""
     children = [Child(task, command) for task in tasks]
     try:
         with selectors.DefaultSelector() as selector:

@@ -43,7 +43,7 @@ def new_token() -> str:
 
 
 class Listener:
-    """A server on a free port that answers measurements from other hosts on its own threads."""
+    """A server on a free port. Its threads answer measurement requests from other hosts."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
