@@ -143,7 +143,7 @@ def _survived_line(one: Survived) -> str:
 
 
 def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add the ranks that had already been lost to the verdict's evidence."""
+    """Extend the verdict's evidence with the ranks that had already been lost."""
     lost = sorted(evidence.incident.lost_earlier)
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not lost:
@@ -166,7 +166,7 @@ def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:
-    """Lower the confidence in a finding from an early snapshot, unless it names specific ranks."""
+    """Lower a finding's confidence if the snapshot is early and no specific ranks are named."""
     differs = 0 < len(finding.culprit_ranks) < evidence.world_size
     if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
         return finding
@@ -174,7 +174,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Quote the known message at the end of a culprit's output, with a remedy."""
+    """Add to the evidence the known error that a culprit wrote last, with its remedy."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:
@@ -213,7 +213,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the root, any further roots, and all other endings."""
+    """Return the roots, and findings on other ranks that ended or delay the same operation."""
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

@@ -225,7 +225,7 @@ def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower the confidence if a plausible rival explains equally many ranks."""
+    """Lower the confidence if a plausible rival explains just as many ranks."""
     if rival.confidence is Confidence.POSSIBLE:
         return finding
     highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE

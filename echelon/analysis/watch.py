@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 class Watch:
-    """An observer of a folder that shows only changes."""
+    """An observer that shows only the changes in a folder."""
 
     def __init__(self, path: Path, show: Show, say: Say) -> None:
         self.exit_code = 0

@@ -35,7 +35,7 @@ def main_frames(native: str) -> tuple[str, ...]:
 
 
 def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
-    """Return what a thread is waiting for and the C function that proves it, or None if unknown."""
+    """Return what a thread is waiting for and the C function that shows it, or None if unknown."""
     near = frames[:_NEAR]
     waits_in_torch = any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
     if waits_in_torch:

@@ -9,7 +9,7 @@ from echelon.analysis.evidence.stacks.frames import Frame
 
 
 class Doing(Enum):
-    """What a thread is doing, as a phrase after "rank R "."""
+    """What a thread is doing, as a phrase that follows "rank R "."""
 
     COLLECTIVE = "waits for its peers in a collective"
     BACKWARD = "is in a backward pass"

@@ -37,7 +37,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerState:
-    """A child process of a rank, and what the process is doing."""
+    """A rank's child process, and what it is doing."""
 
     child: HostChild
     role: Role
@@ -83,7 +83,7 @@ class WorkerState:
 
 
 def read_worker(child: HostChild) -> WorkerState:
-    """Return the role of a rank's child process, and what the process is doing."""
+    """Return the role of a rank's child process and what it is doing."""
     thread = main_thread(child.stacks)
     frames = thread.frames if thread else ()
     loop = next((n for n, one in enumerate(frames) if _LOADER.search(one.file)), None)

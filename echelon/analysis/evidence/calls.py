@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Tables:
-    """The common tables of calls and strings (sites, stacks, errors) for all ranks."""
+    """The tables of calls and strings (sites, stacks, errors) that all ranks share."""
 
     def __init__(self) -> None:
         self.texts: list[str] = [""]

@@ -130,7 +130,7 @@ class Picture:
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
-        """The ranks that are waiting in an operation, timed out in an operation, or failed."""
+        """The ranks that failed, timed out, or are waiting in an operation."""
         inside = {rank for wait in self.graph.waits for rank in wait.waiting}
         failed = {r for r, facts in self.evidence.ranks.items() if failed_last(facts) is not None}
         ended = {r for r, facts in self.evidence.ranks.items() if facts.host.exit_code}
@@ -177,7 +177,7 @@ class Picture:
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return the ranks in operations with a dead rank, and all ranks waiting for them."""
+        """Return the ranks in the same operations as dead ranks, and all ranks waiting for them."""
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
             if not gone.isdisjoint(wait.waiting):

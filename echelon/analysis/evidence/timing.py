@@ -48,7 +48,7 @@ class Arrivals:
 
     @property
     def span_s(self) -> float:
-        """The number of seconds between the first arrival and the last arrival."""
+        """The time between the first and the last arrival, in seconds."""
         if len(self.created_ns) < 2:
             return 0.0
         return float(self.created_ns[-1] + self.lag_ns[:, -1].max() - self.created_ns[0]) / 1e9
@@ -190,7 +190,7 @@ def timing_of(picture: Picture) -> Timing:
 
 
 def _add_calls(calls: dict[tuple[str, int], list[float]], lanes: Lanes, found: Arrivals) -> None:
-    """Add the count, nanoseconds and bytes of each kind of call."""
+    """Add one group's calls to the counts, nanoseconds and bytes of each kind of call."""
     numbers = lanes.column("call")[0, found.columns]
     sizes = lanes.column("num_bytes", 0)[0, found.columns]
     for number in np.unique(numbers).tolist():

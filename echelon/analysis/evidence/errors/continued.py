@@ -87,7 +87,7 @@ class Continuation:
 
     @cached_property
     def _since_error(self) -> Mapping[int, Rows]:
-        """The later collectives of each rank that had the error."""
+        """The collectives after the error, for each rank that had the error."""
         found = {}
         for rank, index in self.failed.items():
             rows = self.evidence.ranks[rank].rows[index + 1 :]

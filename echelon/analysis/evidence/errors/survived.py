@@ -77,7 +77,7 @@ class Survived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Break:
-    """The rows of a mismatch: an array of ascending row indices [num_rows] for each rank."""
+    """The rows of a mismatch: for each rank, an array of ascending row indices [num_rows]."""
 
     group: int
     failed: Mapping[int, npt.NDArray[np.int64]]
@@ -152,7 +152,7 @@ def _breaks(evidence: Evidence) -> Iterator[_Break]:
 
 
 def _is_used_again(evidence: Evidence, one: _Break) -> bool:
-    """Return whether a later call of the group completed after the error."""
+    """Return whether any rank completed a call of the group after the error."""
     for rank, index in one.first().items():
         later = evidence.ranks[rank].rows[index + 1 :]
         if bool(((later["group"] == one.group) & (later["state"] == State.COMPLETED)).any()):
@@ -220,7 +220,7 @@ def _ended_alike(evidence: Evidence) -> bool:
 
 
 def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
-    """Return whether an exception ended a rank, or the rank ended inside another call."""
+    """Return whether a rank ended with an exception or inside another call."""
     if facts.last_words is not None:
         return True
     if not len(facts.rows) or facts.rows[-1]["state"] == State.COMPLETED:

@@ -79,7 +79,7 @@ class Exchanges:
         return bool(self._sends[int(row["call"])])
 
     def is_answered(self, rank: int, row: Any) -> bool:
-        """Return whether the records show that a row's peer has posted the matching operation."""
+        """Return whether a row's peer is known to have posted the matching operation."""
         side = (int(row["peer"]), int(row["group"]), rank, not self.is_send(row))
         latest = self._latest.get(side)
         return latest is not None and latest >= int(row["p2p_sequence"])

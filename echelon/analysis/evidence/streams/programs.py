@@ -44,7 +44,7 @@ class Parting:
 def partings(streams: Streams) -> list[Parting]:
     """Return the calls at which single ranks departed from the common program.
 
-    The largest group in which a rank differs is used.
+    Only the largest group in which a rank differs is considered.
     """
     keys = _keys(streams)
     groups = streams.evidence.groups
@@ -142,7 +142,7 @@ def _alike(
 def _parting(
     streams: Streams, starts: Mapping[int, int], keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Parting | None:
-    """Return where one rank differs from its peers, or None."""
+    """Return where one rank differs from its peers, or None if no rank does."""
     if len(starts) < 2:
         return None
     lines = {rank: keys[rank][start:] for rank, start in starts.items()}

@@ -48,7 +48,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A pending send or receive, with its number among the pending messages in its direction."""
+    """A pending send or receive, and its position among the pending messages in its direction."""
 
     rank: int
     row: int

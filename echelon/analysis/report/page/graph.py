@@ -20,7 +20,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge that leads from waiting ranks to the ranks that they are waiting for."""
+    """An edge from waiting ranks to the ranks they are waiting for."""
 
     source: int
     target: int

@@ -84,7 +84,7 @@ def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _words(kind: str, own: Any, other: Any) -> tuple[Cause, str]:
-    """Return the cause, and a message template."""
+    """Return the cause and a message template for a kind of difference."""
     if kind == "swapped":
         return Cause.ORDER_DESYNC, "called {called} before {usual}, not after it"
     if kind == "left out":
@@ -113,7 +113,7 @@ def _call(picture: Picture, row: Any) -> str:
 
 
 def slip_cause(picture: Picture, rank: int) -> Cause | None:
-    """Return the cause if a rank's habit shows a missing or an extra call, or None."""
+    """Return the cause if a rank's habit shows a missing or extra call, else None."""
     slip = None if picture.streams is None else slip_of(picture.streams, rank)
     if slip is None:
         return None

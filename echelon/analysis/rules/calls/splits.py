@@ -79,7 +79,7 @@ def _odd_in_totals(surplus: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def _surplus(shapes: Sequence[Sequence[int]]) -> int | None:
-    """Return a member's total sent minus its total received, or None if unknown."""
+    """Return how many more elements a member sends than it receives, or None if unknown."""
     return prod(shapes[0]) - prod(shapes[1]) if len(shapes) == 2 else None
 
 

@@ -413,7 +413,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
 
 
 def _reports_of(picture: Picture, rank: int) -> list[str]:
-    """Quote another rank's error that reports the loss of a given rank."""
+    """Quote an error in which another rank reports the loss of `rank`."""
     for other, facts in picture.evidence.ranks.items():
         row = last_row(facts)
         text = picture.evidence.error(row) if row is not None else ""

@@ -135,7 +135,7 @@ def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how many seconds a rank had waited when Gloo timed out; 0 without a timeout."""
+    """Return how many seconds a rank had waited when Gloo timed out, or 0 if it did not."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 
@@ -158,5 +158,5 @@ def is_gloos_exit(stderr: str) -> bool:
 
 
 def died_by_watchdog(stderr: str) -> bool:
-    """Return whether stderr shows that a watchdog or a lost peer made a process abort."""
+    """Return whether stderr shows that a process aborted because of a watchdog or a lost peer."""
     return bool(_DIED_BY_WATCHDOG.search(stderr))

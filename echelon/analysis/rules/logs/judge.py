@@ -218,7 +218,7 @@ def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said,
 def _of_the_job(
     picture: Picture, cause: Cause, words: str, advice: str, said: dict[int, tuple[Said, ...]]
 ) -> Finding:
-    """Report trouble that is logged for the whole job."""
+    """Report a failure that the log attributes to the job, not to a rank."""
     return Finding(
         cause=cause,
         culprit_ranks=(),
@@ -311,7 +311,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Suspect ranks whose watchdog timeouts name a different operation from the majority."""
+    """Suspect ranks whose watchdog timed out in a different operation than most ranks' did."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()

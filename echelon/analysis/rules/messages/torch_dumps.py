@@ -157,7 +157,7 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Return whether a line of code has used several peers, but never this message's peer."""
+    """Return whether a line of code has exchanged messages, but none with this message's peer."""
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)
@@ -171,7 +171,7 @@ def _is_head(streams: Streams, message: Message) -> bool:
 
 
 def _is_strange(streams: Streams, message: Message) -> bool:
-    """Return whether a rank is waiting for a peer that it has never used before."""
+    """Return whether a rank is waiting for a peer with which it has never communicated."""
     if message.peer not in streams.heads or not _is_head(streams, message):
         return False
     own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))

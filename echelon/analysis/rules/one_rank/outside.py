@@ -40,7 +40,7 @@ def waits_for_peers(facts: RankEvidence) -> bool:
 
 
 def is_in_collective(facts: RankEvidence) -> bool:
-    """Return whether a rank's stack, or any of its Gloo threads, is inside a collective."""
+    """Return whether a rank's main thread, or any of its Gloo threads, is inside a collective."""
     if facts.host.process_state in ("T", "t"):
         return False
     if num_inside(facts.host.threads, facts.host.native_stacks):
@@ -54,7 +54,7 @@ def is_seen_outside(facts: RankEvidence) -> bool:
 
 
 def outside_words(facts: RankEvidence) -> str:
-    """Describe what the main thread is doing, as a phrase after "rank R "; "" if unknown."""
+    """Describe what the main thread is doing, as a phrase that follows "rank R ", or ""."""
     if not facts.host.threads:
         return ""
     call = facts.host.threads[0].call
@@ -68,7 +68,7 @@ def outside_words(facts: RankEvidence) -> str:
 
 
 def outside_lines(facts: RankEvidence) -> list[str]:
-    """Describe what the kernel shows about a rank's threads."""
+    """Describe what the kernel reports about a rank's threads."""
     words = outside_words(facts)
     lines = [f"rank {facts.rank}: its main thread {words}"] if words else []
     gloo = [thread for thread in facts.host.threads if thread.is_gloos]

@@ -37,7 +37,7 @@ _FILE_SYSTEMS = re.compile(
 
 
 def read_freezer(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a process that was stopped by a signal or by freezing its cgroup."""
+    """Detect a process that was stopped by a signal or is in a frozen cgroup."""
     stopped = facts.host.process_state in ("T", "t")
     if not stopped and not facts.host.frozen:
         return None
@@ -80,7 +80,7 @@ def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is held back by its cgroup's CPU limit most of the time."""
+    """Detect a rank that its cgroup's CPU limit throttles most of the time."""
     share = facts.host.throttled_share
     if share is None or share < THROTTLED_SHARE or facts.host.process_state == "D":
         return None

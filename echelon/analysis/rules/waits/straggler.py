@@ -73,7 +73,7 @@ def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
 
 
 def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of members that may be late together.
+    """Yield the sets of members that may share a delay.
 
     Each set contains at most half of the members.
     """

@@ -139,7 +139,7 @@ class TorchLoader:
         self.files[rank] = TorchRank(rank, file.members, read.rows, counters, read.called_only)
 
     def settle(self, world_size: int = 0) -> TorchGroups:
-        """Assign ranks to groups, and make each row refer to a group and a global peer rank."""
+        """Assign ranks to groups; make each row refer to its group and its peer's global rank."""
         groups = TorchGroups(self.files, self._rows.pairs, world_size)
         for read in self.files.values():
             groups.settle(read)

@@ -38,7 +38,7 @@ _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 
 
 class _NothingUnpickler(pickle.Unpickler):
-    """An unpickler that resolves no classes and no functions."""
+    """An unpickler that refuses to load classes and functions."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"refusing to load the pickle: it loads {module}.{name}")
