@@ -82,7 +82,7 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return one path per name under a prefix; the lowest rank's, if several ranks have one."""
+    """Return one path per name under a prefix: the lowest rank's path if there are several."""
     chosen: dict[str, tuple[int, str]] = {}
     for path in paths:
         if path.startswith(prefix):

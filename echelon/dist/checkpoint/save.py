@@ -200,7 +200,7 @@ class _Job:
             torch.cuda.current_stream(device).synchronize()  # of the copies: other streams continue
 
     def run_together(self) -> None:
-        """Write and commit, exchanging results with the other ranks."""
+        """Write and commit the version, and exchange results with the other ranks."""
         doing = f"{self.unfinished.final.parent}: not saved"
         is_first = self.peers.rank == 0
         try:
@@ -212,7 +212,7 @@ class _Job:
             raise
 
     def run_apart(self, deadline_s: float) -> None:
-        """Write and commit without communication, by watching for the other ranks' files.
+        """Write and commit the version without communication, by polling for other ranks' files.
 
         Training can therefore use the group at the same time.
         """

@@ -213,7 +213,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return how many neighbouring ranks keep the parameters between them, or 0 for none."""
+    """Return how many neighbouring ranks keep the parameters among them, or 0 if none do."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:

@@ -400,7 +400,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Return the number in a version's name, or 0 if the name is not that of a version."""
+    """Return the number in a version's name, or 0 if this is not a version's name."""
     hidden = _HIDDEN.fullmatch(name)
     if hidden:
         return int(hidden["number"])

@@ -47,7 +47,7 @@ def release(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def alone(mark: Path) -> Iterator[bool]:
-    """Exclude readers inside the block; yield False if other processes are already readers."""
+    """Lock out readers within the `with` block; yield False if others are already reading."""
     try:
         descriptor = _open(mark)
     except OSError:

@@ -35,7 +35,7 @@ class StepFolders:
         return step_folders(self.folder).get(step, self.folder / step_name(step))
 
     def look(self) -> list[Found]:
-        """Return the checkpoints found in the folder, in order of their steps."""
+        """Return the checkpoints found in the folder, in order of step."""
         folders = step_folders(self.folder)
         return [_look(step, folders[step]) for step in sorted(folders)]
 

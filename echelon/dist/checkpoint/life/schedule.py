@@ -1,4 +1,4 @@
-"""Schedule checkpoints by steps or by seconds, at the same step on all ranks."""
+"""Decide, after a number of steps or seconds, at which step all ranks save a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The ranks that save and load a checkpoint together."""
+"""Coordinate the ranks that save and load a checkpoint."""

@@ -25,7 +25,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """One rank's description of a tensor, as hashes."""
+    """The hashes that describe one rank's part of a tensor."""
 
     path: int
     kind: int

@@ -115,7 +115,7 @@ def finish(*, must_end: bool = True) -> Exception | None:
 
 @runtime.before_shutdown
 def _finish_at_shutdown() -> None:
-    """Wait for the last save, and raise its error in the program if it failed."""
+    """Wait for the last save; raise its error if it failed."""
     error = finish()
     if error is not None:
         raise error

@@ -112,7 +112,7 @@ class _Reading:
             self.error = raised
 
     def _read(self, line: Line, first: int, out: Tensor) -> None:
-        """Fill `out` with bytes of a line, starting at position `first`."""
+        """Fill `out` with the bytes of a line from position `first`."""
         try:
             for piece in line.pieces(first, first + out.numel()):
                 if self.error is None:
@@ -129,7 +129,7 @@ class _Reading:
 
 
 def _put(line: Line, first: int, content: Tensor) -> None:
-    """Copy bytes of a line, starting at position `first`, into the tensors of the line."""
+    """Copy `content`, the bytes of a line from position `first`, into the line's tensors."""
     for piece in line.pieces(first, first + content.numel()):
         start, length = piece.elements()
         part = content[piece.first - first : piece.last - first].view(piece.dtype)

@@ -58,7 +58,7 @@ class RemoteUnfinished:
 
     @classmethod
     def create(cls, root: Remote) -> RemoteUnfinished:
-        """Create the next version. Its number is one higher than any existing number."""
+        """Create the next version, numbered one higher than the highest existing number."""
         numbers = [int(found[1]) for name in root.sizes() if (found := _VERSION.fullmatch(name))]
         path = root / f"{max(numbers, default=0) + 1:06d}-{secrets.token_hex(TOKEN_BYTES)}"
         path.write(_BEGUN, b"1")
@@ -262,7 +262,7 @@ class RemoteVersion(Version):
 
 
 class _Reader(RankFileReader):
-    """A reader of a rank's object, which reads one window at a time."""
+    """A reader that reads a rank's object one window at a time."""
 
     def __init__(self, version: Remote, stored: StoredFile) -> None:
         self._version = version

@@ -94,7 +94,7 @@ def shared_path(path: str) -> tuple[str, int]:
 
 
 def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
-    """Map the `id()` of each parameter of the entries' modules to the parameter's path."""
+    """Map the `id()` of each parameter in the entries' modules to its path."""
     names: dict[int, str] = {}
     for path, kind, module in found:
         if kind == MODULE:
@@ -118,7 +118,7 @@ def only_module(state: Mapping[str, Any], path: Any) -> str:
     """Return the path of a state's only module.
 
     Raises:
-        ValueError: the state has no module, or several.
+        ValueError: the state does not have exactly one module.
     """
     modules = [name for name, kind, _ in entries(state) if kind == MODULE]
     if len(modules) != 1:

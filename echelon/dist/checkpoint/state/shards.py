@@ -187,7 +187,7 @@ def _local_of_dtensor(tensor: DTensor) -> Local:
 
 
 def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
-    """Return this rank's indices along a dim, which is split as in torch."""
+    """Return this rank's indices along a dim, using torch's own rules for splitting."""
     mesh, found = tensor.device_mesh, torch.arange(tensor.shape[dim])
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -204,6 +204,6 @@ def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
 
 
 def _further(placement: Any) -> dict[str, int]:
-    """Return the attributes of a strided shard other than its dim."""
+    """Return the attributes of a placement, except for its dim."""
     factor = getattr(placement, "split_factor", None)
     return {} if factor is None else {"split_factor": factor}

@@ -153,7 +153,7 @@ def _check_over(over: ProcessGroup | None, groups: list[ProcessGroup]) -> None:
 
 
 def _share(owner: torch.Tensor, over: ProcessGroup | None, replicas: ProcessGroup | None) -> float:
-    """Return the weight of this rank's gradient in the sum over `over`."""
+    """Return the weight of this rank's gradient in the sum across the ranks of `over`."""
     member: Member | None = member_of(owner)
     if member is not None:
         replicas = member.flat.replicas

@@ -82,7 +82,7 @@ class GradScaler:
         return self._scale if self.enabled else 1.0
 
     def scale(self, outputs: T) -> T:
-        """Multiply one or several losses by the scale."""
+        """Multiply one or more losses by the scale."""
         if not self.enabled:
             return outputs
         if isinstance(outputs, list):
@@ -133,7 +133,7 @@ class GradScaler:
         """Lower the scale after an overflow, or raise it after enough finite steps.
 
         Raises:
-            ValueError: no optimizer has been unscaled since the last call.
+            ValueError: no optimizer's gradients have been unscaled since the last call.
         """
         if not self.enabled:
             return

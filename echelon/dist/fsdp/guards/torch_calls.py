@@ -37,7 +37,7 @@ _installed = False
 
 
 def install() -> None:
-    """Replace torch's functions with guarded versions from now on."""
+    """Replace functions of torch with guarded versions."""
     global _installed
     if _installed:
         return

@@ -1,4 +1,4 @@
-"""Define the record that the order keeps of each unit."""
+"""Define the record that the order keeps for each unit."""
 
 from __future__ import annotations
 

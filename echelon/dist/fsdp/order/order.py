@@ -100,7 +100,7 @@ class Order:
         """Handle the end of a unit's forward.
 
         Args:
-            has_graph: whether the forward's outputs have a graph for a backward.
+            has_graph: whether the forward's outputs have an autograd graph.
         """
         if self.in_backward:
             return []

@@ -212,7 +212,7 @@ class Member:
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
     def move(self, piece: Piece, part: Part) -> None:
-        """Take this rank's new part of the parameter, after the flat has been moved."""
+        """Switch to this rank's new part of the parameter after the flat has moved."""
         self.piece, self.part = piece, part
         self.drop_gradient()
         self.leaf.data = self.within(self.flat.full.tensor).data

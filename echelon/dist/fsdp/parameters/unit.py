@@ -1,4 +1,4 @@
-"""Gather and release the parameters of several modules together, usually those of one block."""
+"""Gather and release the parameters of several modules, usually one block, as one unit."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Unit:
 
     @property
     def members(self) -> Iterator[Member]:
-        """All parameters, in the order in which they lie in the flat vectors."""
+        """All parameters, in the order of the flat vectors."""
         return (member for flat in self.flats for member in flat.members)
 
     @property
@@ -204,7 +204,7 @@ class Unit:
         )
 
     def has_tag(self, tag: int) -> bool:
-        """Return whether a collective's shape carries the tag of one of the unit's flats."""
+        """Return whether a tag found in a collective's shape belongs to one of the unit's flats."""
         return any(flat.number % (1 << TAG_BITS) == tag for flat in self.flats)
 
     def has_gradients(self) -> bool:

@@ -129,7 +129,7 @@ class Driver:
         return self._num_flats - 1
 
     def near(self, size: int) -> ProcessGroup:
-        """Return this rank's group of `size` neighbouring ranks. Collective at the first call."""
+        """Return this rank's group of `size` neighbouring ranks. Collective on the first call."""
         if size not in self._near:
             color = self.group.rank // size
             name = f"{self.group.name}/near{size}"
