@@ -144,7 +144,7 @@ class GroupMaker:
         return group
 
     def make_absent(self, ranks: Sequence[int], name: str, timeout_s: float) -> ProcessGroup:
-        """Return a group that contains this rank, and refuses all operations. Local."""
+        """Return a group that contains this rank but refuses all operations. Local."""
         members = Members(name=name, rank=list(ranks).index(self._rank), ranks=ranks)
 
         def make_none(ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:

@@ -44,7 +44,7 @@ def carried_of(operation: Operation) -> np.dtype[Any]:
 
 
 def convert(dtype: str, out: Flat, data: Flat) -> None:
-    """Copy between an array of `dtype` and an array of the dtype in which levels accumulate."""
+    """Copy `data` into `out`, converting to or from the dtype in which levels accumulate."""
     if out is data:
         return
     if out.dtype == data.dtype:

@@ -80,7 +80,7 @@ class HostEngine(ABC):
         return self._post(transfer)
 
     def submit_beside(self, operation: Operation, watch: Watch, rival: Withdrawable) -> Transfer:
-        """Start an any-source receive that competes with the receive `rival` for one message."""
+        """Start an any-source receive that competes with `rival` for the same message."""
         transfer = Transfer(operation, watch)
         transfer.rival = rival
         return self._post(transfer)

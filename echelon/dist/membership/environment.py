@@ -66,7 +66,7 @@ class Rendezvous:
 
 
 def num_ranks_here(at_least: int) -> int:
-    """Return the launcher's number of ranks on this node, but no less than `at_least`."""
+    """Return LOCAL_WORLD_SIZE, or `at_least` if that is larger or the variable is not set."""
     return max(at_least, _number("LOCAL_WORLD_SIZE", at_least))
 
 

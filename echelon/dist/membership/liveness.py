@@ -162,7 +162,7 @@ class Liveness:
         return self._heard_or(operation, error, _HEARSAY_S)
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of another rank whose failure ended the operation, or else `error`."""
+        """Return the verdict of the rank whose failure ended the operation, or `error` if none."""
         wait_s = _HEARSAY_S if self._board is None else _VERDICT_S
         return self._heard_or(operation, error, wait_s)
 
@@ -331,7 +331,7 @@ class Liveness:
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
     def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, Answer], list[int]]:
-        """Ask the other ranks for their calls and waits; return the answers and silent ranks."""
+        """Ask other ranks for their calls and waits; return the answers and the silent ranks."""
         if self._board is None:
             return {}, []
         question = f"{operation.kind}-{operation.peer}-{operation.sequence}"

@@ -56,7 +56,7 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
 
 
 def latest_round(store: PrefixStore) -> int:
-    """Return the number of the world that the ranks created last, for a process that joins it."""
+    """Return the number of the newest world, which a joining process needs."""
     return store.add("worlds", 0)
 
 

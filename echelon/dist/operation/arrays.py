@@ -118,12 +118,12 @@ class View:
 
 
 def is_floating(dtype: str) -> bool:
-    """Return whether a name is the name of a floating-point dtype."""
+    """Return whether `dtype` is the name of a floating-point dtype."""
     return dtype in _FLOATS
 
 
 def is_numeric(dtype: str) -> bool:
-    """Return whether a dtype can be reduced, rather than only moved."""
+    """Return whether arrays of a dtype can be reduced, not just copied."""
     return dtype in _NUMERIC
 
 

@@ -249,7 +249,7 @@ def check_wait(timeout_s: float | timedelta | None) -> float | None:
 
 
 def _seconds(timeout_s: Any) -> float:
-    """Return a timeout in seconds; NaN for a value of another type."""
+    """Return a timeout in seconds, or NaN if it is neither a number nor a timedelta."""
     if isinstance(timeout_s, timedelta):
         return timeout_s.total_seconds()
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):

@@ -160,7 +160,7 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """Make a unit of each block in a module, and one more unit of the remaining parameters."""
+    """Shard each block of a module as one unit, and the remaining parameters as another."""
     is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
     needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]
     if axes.data.size == 1 and not needs_units:

@@ -70,7 +70,7 @@ def find_ties(
 
 
 def copies(stages: Sequence[Stage], ties: Sequence[Sequence[str]]) -> list[nn.Parameter]:
-    """Return this rank's copies of parameters that have been counted in an earlier stage."""
+    """Return this rank's copies of parameters that an earlier stage already counts."""
     by_index = {
         stage.index: dict(stage.module.named_parameters(remove_duplicate=False)) for stage in stages
     }

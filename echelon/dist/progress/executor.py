@@ -80,7 +80,7 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the thread after the queued jobs. The jobs must already have ended with errors."""
+        """Stop the thread once its queue is empty. Queued jobs must already have failed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

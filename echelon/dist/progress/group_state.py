@@ -90,14 +90,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The end of a group on this rank: by an error, by an abort without an error, or by a close."""
+    """How a group ended on this rank: with an error, aborted without an error, or closed."""
 
     error: CollectiveError | None = None
     is_abort: bool = False
 
 
 class GroupState:
-    """The operations of one group on this rank, and the way in which the group ended."""
+    """The operations of one group on this rank, and how the group ended."""
 
     def __init__(self, members: Members, engine: Engine, evidence: Evidence | None = None) -> None:
         self.members = members

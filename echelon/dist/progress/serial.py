@@ -113,7 +113,7 @@ class Serial:
         job.finish(error)
 
     def _check_waiting(self) -> None:
-        """End queued jobs whose deadlines have passed during another, long-running job."""
+        """End queued jobs whose deadlines passed while another job was running."""
         self._take(block=False)
         now = time.monotonic()
         for job in [one for one in self._waiting if now >= one.watch.deadline_s]:
@@ -126,7 +126,7 @@ class Serial:
 
 
 class _Turn:
-    """The watch on the running job; it also checks the jobs that are queued behind that job."""
+    """The watch on the running job, which also checks the queued jobs."""
 
     def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
         self._watch = watch

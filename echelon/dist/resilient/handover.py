@@ -94,8 +94,8 @@ def check_alike(
         parts: this rank's state, keyed by description.
 
     Raises:
-        ValueError: this rank has not received the state as it was sent, or the other ranks have
-            different parameters or optimizer states.
+        ValueError: the state that this rank received is not the state that was sent, or the other
+            ranks have different parameters or optimizer states.
         CollectiveError: a rank was lost.
     """
     rows = group.all_gather_object({what: _hash(value) for what, value in parts.items()})
@@ -126,7 +126,7 @@ def _hash(value: Any) -> str:
 
 
 def _crcs(parcel: Parcel) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the CRC of each tensor, followed by a zero, so that the message is never empty."""
+    """Return the CRCs of all tensors and a final zero, so that the message is never empty."""
     return np.array([*(crc_of(_elements(one)) for one in parcel.tensors), 0], np.int64)
 
 

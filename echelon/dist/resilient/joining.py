@@ -38,7 +38,7 @@ class JoinDue(CollectiveError):  # noqa: N818 -- not an error that a user sees
 
 
 class Joins:
-    """The epochs in which ranks join, as far as this rank has seen them.
+    """The epochs, known to this rank, in which other ranks join.
 
     Args:
         is_on: whether the launcher replaces lost ranks.

@@ -197,7 +197,7 @@ class KeptState:
         return [one for group in self._optimizer.param_groups for one in group["params"]]
 
     def _places(self) -> dict[torch.Tensor, int]:
-        """Return the place of each of the optimizer's parameters."""
+        """Return the index of each of the optimizer's parameters."""
         return {one: at for at, one in enumerate(self._trained())}
 
     def _groups(self) -> list[list[str]]:

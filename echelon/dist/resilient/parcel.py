@@ -60,7 +60,7 @@ class Parcel:
         """Return a parcel with memory for its tensors.
 
         Raises:
-            ValueError: `head` was not made by a parcel.
+            ValueError: `head` is not the head of a parcel.
         """
         kinds = unpack(head)["kinds"]
         return cls(head, [torch.empty(shape, dtype=dtype_named(dtype)) for dtype, shape in kinds])

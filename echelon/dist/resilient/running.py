@@ -146,7 +146,7 @@ def run(
 
 
 def _take_news(joins: Joins, epoch: Epoch) -> None:
-    """End the groups of all worlds older than an epoch that follows a loss. Runs on a thread."""
+    """End the groups of all worlds older than an epoch after a loss. Runs on a separate thread."""
     if epoch.left or epoch.dismissed:
         return  # only ranks that miss the one which left have failed
     if epoch.joins:

@@ -28,7 +28,7 @@ class FutureThreads:
         self._pid = os.getpid()
 
     def submit(self, name: str, job: Job) -> None:
-        """Run a job after earlier jobs of the same name, on a thread other than the caller's."""
+        """Run a job after earlier jobs with the same name, on a thread other than the caller's."""
         title = f"echelon-torch-{name}"
         running = threading.current_thread().name
         if running.startswith(title):

@@ -94,7 +94,7 @@ def _observed(operation: str, key: str) -> span:
 
 
 class TorchStore(Store):
-    """An adapter with echelon's interface for a torch store; keys and values are unchanged."""
+    """An adapter that gives a torch store echelon's interface. Keys and values are unchanged."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

@@ -176,7 +176,7 @@ class DevicePending:
 
 
 class DonePending:
-    """The handle of an operation that is in a graph or has nothing to do."""
+    """The handle of an operation that was captured in a graph or has nothing to do."""
 
     error = None
     done = True

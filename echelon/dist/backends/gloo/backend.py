@@ -70,7 +70,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine
 
 
 class GlooEngine(HostEngine):
-    """An engine over TCP, which uses Gloo for collectives but not for messages."""
+    """An engine over TCP that uses Gloo for collectives but not for messages."""
 
     name = "gloo"
 

@@ -216,7 +216,7 @@ class Sockets:
         return 0
 
     def wake(self) -> None:
-        """Make the current call of `wait` return, or else the next call."""
+        """Interrupt the current call of `wait` or, if there is none, the next call."""
         if not self._is_closed:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)

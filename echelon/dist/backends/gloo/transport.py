@@ -76,7 +76,7 @@ class Swap:
         self._finished = threading.Event()
 
     def run(self) -> None:
-        """On the mesh's thread, wait for both the receive and the send."""
+        """Wait for both the receive and the send. Runs on the mesh's thread."""
         try:
             self._wait_for_both()
         except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits
@@ -108,7 +108,7 @@ class _Swapper:
         self._thread: threading.Thread | None = None
 
     def submit(self, swap: Swap) -> Swap:
-        """Queue a swap behind the earlier ones."""
+        """Queue a swap behind earlier swaps."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._serve, name="echelon-gloo-swaps", daemon=True

@@ -151,7 +151,7 @@ class NativeEngine:
         return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
 
     def submit_shared(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
-        """Start an any-source receive that a message in another engine may also complete."""
+        """Start an any-source receive that may also be completed through another engine."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation), True))
 
     @property

@@ -168,7 +168,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Sum this rank's share of the chunk in the rank's slot, then copy all ranks' shares."""
+        """Sum this rank's share of the chunk into its slot, then copy the shares of all ranks."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(

@@ -164,7 +164,7 @@ class _Joining:
 
 
 class XcclEngine:
-    """An engine for host memory with oneCCL's CPU plugin."""
+    """An engine for host memory that uses oneCCL's CPU plugin."""
 
     name = "xccl"
     device = "cpu"

@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group calls; an error from inside the block takes precedence."""
+    """Group calls. If the block raises an error, errors of `onecclGroupEnd` are ignored."""
     _check("GroupStart", loaded)
     try:
         yield

@@ -31,7 +31,7 @@ POSITIONS = -2  # the dim of a sequence's positions: features are last
 
 @uncompiled_call
 def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Return the input of the divided part of the model, whole on every rank: [..., T, C]."""
+    """Return, on every rank, the whole input of the divided part of the model: [..., T, C]."""
     if sequence:
         return cast(Tensor, _EnterSequence.apply(x, group))  # type: ignore[no-untyped-call]
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]

@@ -69,7 +69,7 @@ class Ties:
         ]
 
     def set_aside(self) -> None:
-        """Set aside the gradients of earlier steps, so that this step does not sum them."""
+        """Set aside the gradients of earlier steps, to keep them out of this step's sums."""
         for tie in self._ties:
             for tied in tie.distinct():
                 tied.set_aside()

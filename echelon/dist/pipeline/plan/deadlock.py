@@ -44,7 +44,7 @@ def blocked(plan: Plan) -> PlanError:
 
 
 class _Machine:
-    """The simulated ranks, each with its progress through its row."""
+    """The simulated ranks, and how far each has advanced in its row."""
 
     def __init__(self, plan: Plan, rendezvous: bool) -> None:
         self._plan = plan

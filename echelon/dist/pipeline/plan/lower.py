@@ -46,7 +46,7 @@ def add_messages(plan: Plan) -> Plan:
 
 
 def order_messages(plan: Plan) -> Plan:
-    """Return the plan with its messages in the order that the module's note defines.
+    """Return the plan with its messages in one overall order (see the module's note).
 
     Messages that the plan already has are replaced.
     """

@@ -25,7 +25,7 @@ class Product(str, Enum):
 
 
 class Thing(NamedTuple):
-    """The product of a computation that other computations need."""
+    """A product that one computation makes and other computations need."""
 
     product: Product
     stage: int

@@ -6,8 +6,8 @@ writes it, and is freed once all ranks have ended.
 
     token | stamp, with its own CRC | padding up to a page | content
 
-A forked child, such as a data loader's worker, closes all of its parent's memories at once. An open
-memory would remain allocated in the child after the parent has released it.
+A forked child, such as a data loader's worker, closes all memory segments of its parent at once.
+Otherwise they would remain allocated in the child after the parent has released them.
 
 The stamp is erased before the content changes, and is written once the content is complete. If a
 rank dies while writing a copy, the copy therefore has no stamp. The CRC of the content is checked
@@ -78,7 +78,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address at which another process on this host can open a memory."""
+    """The address at which another process on this host can open a memory segment."""
 
     pid: int
     fd: int
@@ -101,7 +101,7 @@ class CopyMemory:
 
     @classmethod
     def create(cls) -> CopyMemory:
-        """Create an empty memory.
+        """Create an empty memory segment.
 
         Raises:
             CollectiveError: the host has no memory left.

@@ -189,7 +189,7 @@ class WorldCopies:
         return memory.content(stamp.num_bytes)
 
     def close(self) -> None:
-        """Close this process's access to all memories."""
+        """Close this process's access to all memory segments."""
         for held in self._readable:
             for memory in held.memories:
                 memory.close()
@@ -240,7 +240,7 @@ def _place() -> list[Any]:
 
 
 def opened(keeper: int, address: Address) -> CopyMemory:
-    """Open a memory that another rank at this place keeps.
+    """Open a memory segment that another rank at this place keeps.
 
     Raises:
         PeerLostError: the other rank has ended.

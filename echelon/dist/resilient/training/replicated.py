@@ -134,7 +134,7 @@ class Training(Generic[_T]):
                 raise JoinDue(f"ranks join in epoch {entered}", operation="join")
 
     def _is_kept(self, world: World) -> bool:
-        """Return whether a copy of the state may be needed: other ranks exist or may join."""
+        """Return whether the state must be copied because other ranks exist or may join."""
         return world.group.size > 1 or self._joins.is_on
 
     def _be_admitted(self) -> World:
@@ -281,7 +281,7 @@ class Training(Generic[_T]):
         return {"kept": self._kept, "finished": self._finished}
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:  # noqa: ARG002 -- of sharded models
-        """Go back to the common step; return its number and how many steps are repeated."""
+        """Restore the common step; return its number and the number of steps to repeat."""
         held = [row for row in rows if not is_newcomer(row)]
         target = min(int(row["finished"]) for row in held)
         repeats = int(any(row["kept"] == target for row in held) and target < self._total)

@@ -1,1 +1,1 @@
-"""Own a library's communicators, and make calls on them."""
+"""Manage a library's communicators and call their operations."""

@@ -1,4 +1,4 @@
-"""Group the operations of one `coalesce()` block into batches that may run together."""
+"""Group the operations of one `coalesce()` block into batches that may run concurrently."""
 
 from __future__ import annotations
 

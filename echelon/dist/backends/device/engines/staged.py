@@ -255,7 +255,7 @@ class StagedEngine:
             pending.fail(err)
 
     def _on(self, index: int) -> tuple[Any, Any, DeviceClock]:
-        """Return a device's two copy streams (down and up) and its clock.
+        """Return a device's two copy streams (to the host, to the device) and its clock.
 
         The device must be current.
         """

@@ -345,7 +345,7 @@ class StreamEngine:
             time.sleep(_DRAIN_S)
 
     def _free(self, limit_s: float) -> None:
-        """Release all communicators concurrently, waiting until `limit_s` at most."""
+        """Release all communicators concurrently, waiting no longer than until `limit_s`."""
         owners: list[Handle | Lane] = [self._handle, *self._lanes.all()]
         for wait_s in (0.0, None):
             for one in owners:

@@ -100,7 +100,7 @@ def describe(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
 
 
 def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
-    """Copy tensors into a payload, which is uint8 of size [payload_bytes] or more."""
+    """Copy tensors into `payload`, a uint8 tensor of at least `payload_bytes` elements."""
     at = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
