@@ -1,4 +1,4 @@
-"""Implement `echelon plan`, which reports the layouts that fit into memory and their speed."""
+"""Implement `echelon plan`, which reports which layouts fit into memory and how fast they are."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Machine:
 
 
 def assumed(*, is_half: bool) -> Machine:
-    """Return the data-sheet figures of an H100, NVLink in a node, and 400 Gbit/s across nodes."""
+    """Return data-sheet figures for H100s with NVLink, and 400 Gbit/s between nodes."""
     peak = 989e12 if is_half else 67e12
     return Machine(
         flops_per_s=Figure(0.45 * peak, 0.3 * peak, 0.6 * peak),

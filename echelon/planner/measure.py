@@ -85,7 +85,7 @@ def _kinds(world: ProcessGroup) -> Iterator[tuple[int, int]]:
 
 
 def _link(world: ProcessGroup, size: int, distance: int) -> dict[str, Any]:
-    """Time all_reduces of a small and a large array, in all groups of one kind at the same time."""
+    """Time a small and a large all_reduce, running in all groups of one kind at the same time."""
     block = world.rank // (size * distance)
     group = world.split(block * distance + world.rank % distance, key=world.rank)
     latency, bandwidth = time_link(world, group)

@@ -96,7 +96,7 @@ class Model:
 
     @property
     def key_width(self) -> int:
-        """The total number of features across all key heads, and also across all value heads."""
+        """The total number of features across all key heads; the value heads have as many."""
         return self.kv_heads * self.head_width
 
     @property
@@ -127,7 +127,7 @@ class Model:
         return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
 
     def block_flops(self, context: int) -> float:
-        """The operations of a block's forward pass on a token that attends to a full context."""
+        """The number of operations in a block's forward pass, for a token with a full context."""
         return 2.0 * self.block_matrices + 4.0 * self.query_width * context
 
     def head_flops(self) -> float:
@@ -135,7 +135,7 @@ class Model:
         return 2.0 * self.vocabulary * self.width
 
     def train_flops(self, context: int) -> float:
-        """The operations to train on one token: 6 N + 12 L H D T (PaLM, appendix B)."""
+        """The number of operations per training token: 6 N + 12 L H D T (PaLM, appendix B)."""
         return 3.0 * (self.layers * self.block_flops(context) + self.head_flops())
 
 

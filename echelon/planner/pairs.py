@@ -43,7 +43,9 @@ def main() -> None:
 
 
 def measure(world: ProcessGroup, rounds: Sequence[Sequence[Pair]]) -> dict[str, Any]:
-    """Measure the links; return all ranks' results, with [rank, rank, s, bytes/s] per pair."""
+    """Measure the links; return the results of all ranks.
+
+    A pair's row is [rank, rank, latency in s, bandwidth in bytes/s]."""
     if world.size == 1:
         return {"error": "a single rank has no links: start more ranks with --nproc-per-node"}
     latency_s, bytes_per_s = _middles(world, world)

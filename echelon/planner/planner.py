@@ -97,7 +97,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
 def _best_of_each_mesh(
     model: Model, job: Job, machine: Machine, fitting: Sequence[tuple[Layout, Memory]]
 ) -> list[tuple[Layout, Memory]]:
-    """Keep the fastest of the layouts that differ only in micro-batches and recomputation."""
+    """Of the layouts that differ only in micro-batches and recomputation, keep the fastest."""
     best: dict[object, tuple[float, Layout, Memory]] = {}
     for layout, needed in fitting:
         key = (layout.pp, layout.replicate, layout.shard, layout.tp, layout.schedule)

@@ -81,7 +81,7 @@ def _course(layout: Layout, shares: tuple[float, ...], backward: float) -> Cours
 def _ring_s(
     machine: Machine, layout: Layout, job: Job, axis: str, num_bytes: float, num_calls: float
 ) -> float:
-    """Return the time to gather, or to reduce and scatter, over a ring in `num_calls` calls."""
+    """Return the time of ring all_gathers or reduce_scatters, given the number of calls."""
     size = int(getattr(layout, axis))
     if size == 1:
         return 0.0

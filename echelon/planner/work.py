@@ -1,4 +1,4 @@
-"""Compute the operations of a layout's stages, and the bytes that its ranks exchange."""
+"""Compute how the cost of a forward pass is divided among a layout's stages."""
 
 from __future__ import annotations
 

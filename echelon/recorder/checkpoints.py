@@ -57,7 +57,7 @@ def last_step() -> int | None:
 
 
 def _attempts() -> list[dict[str, Any]]:
-    """Return the launcher's records about earlier attempts."""
+    """Return the launcher's records of earlier attempts."""
     name = os.environ.get("ECHELON_ATTEMPTS", "")
     if not name:
         return []

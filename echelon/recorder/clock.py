@@ -91,7 +91,9 @@ class HostClocks:
         self._boot_offset_ns: int | None = None
 
     def look(self, now: HostTime) -> tuple[bool, bool]:
-        """Return (wall clock changed, host suspended) for the time since the last call."""
+        """Return whether the wall clock changed, and whether the host was suspended.
+
+        Both refer to the time since the last call."""
         wall = now.wall_ns - now.mono_ns
         has_moved = abs(wall - self._wall_offset_ns) > MOVED_NS
         if has_moved:
@@ -102,6 +104,6 @@ class HostClocks:
 
 
 def _boot_ns() -> int | None:
-    """Return the clock that includes suspended time, or None if it is not available."""
+    """Read the clock that includes suspended time; return None if it is not available."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.clock_gettime_ns(clock)

@@ -266,7 +266,7 @@ class Store(ABC):
         self._do_set_confirmed(arguments.key(key), arguments.value(value))
 
     def pipeline(self) -> Pipeline:
-        """Return a context manager that sends several operations together (see `pipeline`)."""
+        """Return a context manager that sends several operations together; see `Pipeline`."""
         return Pipeline(self._do_pipeline)
 
     def watch(self, keys: Sequence[str]) -> Watch:

@@ -28,7 +28,7 @@ class Change:
 
     Attributes:
         key: the key that changed.
-        value: the key's new value, or None if it was deleted.
+        value: the new value, or None if the key was deleted.
     """
 
     key: str

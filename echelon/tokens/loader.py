@@ -200,7 +200,7 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position as plain values, the same on all ranks."""
+        """Return the loader's position as plain values, which are the same on all ranks."""
         saved = zip(self.sources, self._position.taken, self._position.credits, strict=True)
         return {
             "version": _VERSION,
@@ -258,7 +258,7 @@ class TokenLoader:
         self.close()
 
     def _plan(self) -> None:
-        """Draw the next batch's samples, and start reading this rank's share of them."""
+        """Draw the samples of the next batch, and start reading this rank's share."""
         before = self._planned
         self._mixture.taken, self._mixture.credits = list(before.taken), list(before.credits)
         drawn = self._mixture.draw(self._batch)

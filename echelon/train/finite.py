@@ -175,7 +175,7 @@ class FiniteGuard:
         return NonFinite(rank=first, parameter=names[ranks.index(first)], ranks=tuple(sorted(bad)))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts of skipped steps, for a checkpoint; equal on all ranks."""
+        """Return the counts of skipped steps, for a checkpoint. They are equal on all ranks."""
         return {"num_skipped": self._num_skipped, "num_in_a_row": self._num_in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -236,7 +236,7 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 
 def _share(name: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """Return each rank's `name`, in rank order. Collective."""
+    """Return the names that the ranks passed, in rank order. Collective."""
     data = name.encode()[:_NAME_BYTES]
     mine = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
     mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)

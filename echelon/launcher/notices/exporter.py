@@ -76,4 +76,4 @@ class _Metrics(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Print nothing about requests."""
+        """Do not log requests."""

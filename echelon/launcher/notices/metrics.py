@@ -42,7 +42,7 @@ def as_metrics(job: Job) -> str:
 
 
 def metrics_of(job: Job) -> list[Metric]:
-    """Return a job's metrics at `job.now_ns`."""
+    """Return a job's metrics as of `job.now_ns`."""
     account = shares(job)
     now = job.attempts[-1] if job.attempts else None
     running = {} if now is None else _running(now)

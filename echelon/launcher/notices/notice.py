@@ -1,4 +1,4 @@
-"""Create notices about a job's incidents and restarts and about its end, as JSON objects."""
+"""Create the notices, as JSON objects, about the incidents, restarts and end of a job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Notices:
         self._restarts = 0
 
     def of(self, happening: o.Happening) -> dict[str, Any] | None:
-        """Return the notice about an event, or None if it needs no notice."""
+        """Return the notice about an event, or None if the event does not need one."""
         if isinstance(happening, o.VerdictKnown):
             return self._made("incident", **_of_incident(happening))
         if isinstance(happening, o.Restarting):

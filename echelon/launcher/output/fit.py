@@ -1,4 +1,4 @@
-"""Cut lines to the width of a terminal."""
+"""Truncate lines to the width of a terminal."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class _Held:
 
 
 class Fold:
-    """The lines that are being held. The caller passes the current time."""
+    """The lines that are being held. Callers pass in the current time."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
@@ -40,7 +40,7 @@ class Fold:
         return out
 
     def _has_later(self, rank: int, held: _Held) -> bool:
-        """Return whether a rank has printed another line after a held line."""
+        """Return whether a rank has printed another line since a held line."""
         return any(h.due_s >= held.due_s and rank in h.ranks for h in self._held.values())
 
     def due(self, now_s: float) -> list[bytes]:

@@ -126,7 +126,7 @@ class Terminal:
             self._write(3 - stream, text.encode())
 
     def _fitted(self, line: bytes) -> bytes:
-        """Return a live line cut to the width of the terminal."""
+        """Return a live line, truncated to the width of the terminal."""
         columns = self.columns
         if columns is None:
             return b""
@@ -221,7 +221,7 @@ class Stream:
         return True
 
     def flush(self) -> None:
-        """Show a last line that lacks a newline."""
+        """Show the last line if it has no newline."""
         if self._rest.strip():
             self._pass([self._rest])
         self._rest = b""

@@ -401,7 +401,7 @@ class Record:
 
 
 def encode_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as runs `first-last:stride`."""
+    """Format ranks as runs of the form `first-last:stride`."""
     runs: list[str] = []
     i = 0
     while i < len(ranks):

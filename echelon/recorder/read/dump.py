@@ -76,7 +76,7 @@ def write_dump(record: Record, path: Path) -> None:
 
 
 def empty_record(path: Path, identity: Identity, host: HostFacts, *warnings: str) -> Record:
-    """Return a record for a rank without a ring, with the facts that the host knows."""
+    """Return a record for a rank without a ring, containing only facts from the host."""
     return Record(
         path=str(path),
         identity=identity,

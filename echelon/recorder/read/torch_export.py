@@ -104,7 +104,7 @@ class _Names:
         self._names: dict[Group, tuple[str, str]] = {}
 
     def of(self, group: Group, world_size: int) -> tuple[str, str]:
-        """Return a group's (name, description)."""
+        """Return a group's name and description."""
         known = self._names.get(group)
         if known is None:
             taken = set(self._names.values())

@@ -33,7 +33,7 @@ _LOOK_S = 1.0
 
 
 class InsideWatch:
-    """A watch on the ring of its own process."""
+    """A stall detector for the process in which it runs."""
 
     def __init__(
         self, recorder: Recorder, rank_dir: Path, record_dir: Path, stall_timeout_s: float

@@ -19,7 +19,7 @@ _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "pr
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The positions of an operator's arguments; -1 stands for a missing argument."""
+    """The positions of an operator's arguments; -1 means that the operator lacks the argument."""
 
     operation: str
     data: int

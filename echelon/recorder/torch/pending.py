@@ -32,7 +32,7 @@ _Started = tuple[Any, bool, int]
 
 
 class Pending:
-    """The works of this process that are not yet complete, keyed by record number.
+    """This process's pending `Work` objects, keyed by record number.
 
     Args:
         wait: torch's own `Work.wait`.
@@ -44,13 +44,13 @@ class Pending:
         self._wait = wait
 
     def add(self, record: int, work: Any, is_message: bool, address: int) -> None:
-        """Add a work that has just started, with the address of its result."""
+        """Add a `Work` that has just started; its result is written to `address`."""
         self.works[record] = work, is_message, address
         if len(self.works) > _MAX_WORKS:
             self._end(next(iter(self.works)))
 
     def finish(self, work: Any) -> None:
-        """Record that the program's wait for a work has returned."""
+        """Record that the program's wait for a `Work` has returned."""
         for record, (one, _, _) in list(self.works.items()):
             if one is work:
                 self._end(record)
@@ -71,7 +71,7 @@ class Pending:
             recorder.completed(record)
 
     def fail(self, work: Any, error: BaseException) -> None:
-        """Record that the program's wait for a work has raised an error."""
+        """Record that the program's wait for a `Work` has raised an error."""
         recorder = black_box.if_opened()
         for record, (one, _, _) in list(self.works.items()):
             if one is not work or self.works.pop(record, None) is None:
@@ -80,11 +80,11 @@ class Pending:
                 recorder.failed(record, error)
 
     def sweep(self) -> None:
-        """Record the works that have completed. Thread-safe; does not block."""
+        """Record all `Work` objects that have completed. Thread-safe; does not block."""
         self._sweep(list(self.works.items()))
 
     def sweep_oldest(self) -> None:
-        """Record which of the oldest works have completed."""
+        """Record which of the oldest `Work` objects have completed."""
         if self.works:
             self._sweep(list(itertools.islice(self.works.items(), _FEW)))
 

@@ -21,7 +21,7 @@ except ImportError:
 
 
 def available() -> bool:
-    """Whether the C core was built."""
+    """Return whether the C core was built."""
     return _native is not None
 
 
@@ -50,7 +50,7 @@ class NativeWriter(OperationWriter, SpanWriter, Protocol):
 def make_writer(
     ring: Ring, known_sites: sites.Sites, now: Callable[[], int] | None = None
 ) -> NativeWriter:
-    """Return a writer in C. The writer holds the ring's memory until the ring is closed."""
+    """Return the C core's writer, which holds the ring's memory until the ring is closed."""
     signatures = Signatures(ring)
     writer = _native.Writer(
         memory=ring.map,

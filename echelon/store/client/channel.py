@@ -182,7 +182,7 @@ class Channel:
         return p.unpack_i64(self.take(8, deadline))
 
     def take_frame(self, deadline: Deadline) -> tuple[int, int, bytes]:
-        """Return (status, tag, payload) of the next answer to one of echelon's queries.
+        """Return the status, tag and payload of the next answer to one of echelon's queries.
 
         After a TimeoutError, call again to continue reading the same answer.
         """

@@ -24,7 +24,7 @@ _REFUSED_S = 1.0  # ... when its machine answers that nothing listens: the proce
 
 
 class Dialer:
-    """A connector from one client to one server.
+    """The part of a client that connects it to its server.
 
     Attributes:
         place: the address of the server.

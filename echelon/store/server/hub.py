@@ -148,7 +148,7 @@ class Hub:
         self.deliver_woken()
 
     def renew(self) -> None:
-        """Drop all members and keys, and choose a new instance."""
+        """Drop all members and keys, and choose a new instance ID."""
         for connection in list(self.connections):
             connection.close()
         self.state = StoreState(self.limits.num_keys)
@@ -230,7 +230,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Find out whether to admit a client that cannot prove that it knows the secret."""
+        """Find out whether to admit a client that cannot prove knowledge of the secret."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)

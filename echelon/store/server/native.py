@@ -45,7 +45,7 @@ class Receiver(Protocol):
 
 
 def available() -> bool:
-    """Whether the C core was built."""
+    """Return whether the C core was built."""
     return _native is not None
 
 
@@ -73,7 +73,7 @@ def make_executor(state: StoreState, limits: Limits) -> Executor | None:
 def make_receiver(
     executor: Executor, state: StoreState, receive: Callable[[bytes], None]
 ) -> Receiver:
-    """Return a peer's `data_received` in C (see `Receiver`)."""
+    """Return a peer's `data_received`, implemented in C; see `Receiver`."""
     promised: dict[Hashable, bytes] = state.promised_to
     receiver: Receiver = _native.Receiver(executor=executor, promised=promised, receive=receive)
     return receiver

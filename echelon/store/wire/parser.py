@@ -240,7 +240,7 @@ class Parser:
     def _cut_tagged(self, data: bytes, position: int, out: list[p.Message]) -> int:
         """Extract one tagged command of a common shape.
 
-        Returns the end of the command, or 0 if the command is incomplete.
+        Return the end of the command, or 0 if the command is incomplete.
         """
         size, query, key_at = len(data), data[position], position + 13
         if key_at > size:
@@ -310,7 +310,7 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Give the current command data from `position` on; return where the consumed data ends."""
+        """Pass the data from `position` on to the current command; return where reading stopped."""
         while self._steps is not None:
             end = position + self._need
             if end > len(data):

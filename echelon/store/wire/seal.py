@@ -51,7 +51,7 @@ class Sealer:
         self._number = 0
 
     def seal(self, data: bytes) -> bytes:
-        """Return the records that carry `data`; they must be sent in order."""
+        """Return the records that contain `data`; the records must be sent in order."""
         if len(data) <= RECORD_BYTES:
             return self._record(data)
         return b"".join(

@@ -29,7 +29,7 @@ class Moment:
 
     @classmethod
     def now(cls, time_s: float) -> Moment:
-        """Return the calling thread's totals so far, with the given time."""
+        """Return the calling thread's totals, as of time `time_s`."""
         return cls(time_s, spent.spans_ns.get("data_wait", 0) / 1e9, spent.collectives_s)
 
     def __sub__(self, other: Moment) -> Moment:

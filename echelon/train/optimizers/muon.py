@@ -115,10 +115,10 @@ class Muon(Optimizer):
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; see the class.
+        """Add a parameter group; see `Muon`.
 
         Raises:
-            ValueError: the group is invalid, as described for the class.
+            ValueError: the group is invalid, as described for `Muon`.
         """
         super().add_param_group(param_group)
         try:

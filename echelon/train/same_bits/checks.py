@@ -1,4 +1,4 @@
-"""Refuse models, optimizers, runs and micro-batches that would give different bits."""
+"""Refuse models, optimizers, runs and micro-batches that would not give the same bits."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Gradients:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep sharded units gathered in the context; drop gradients left by an exception."""
+        """Keep sharded units gathered in this context; after an exception, drop the gradients."""
         self.drop()
         self._sums = [_Sums(self._run, len(one.owners)) for one in self._vectors]
         sharded = bool(units_of(self._module))
@@ -87,7 +87,7 @@ class Gradients:
             vector.drop()
 
     def take(self) -> list[Taken]:
-        """Take out the gradients of one micro-batch, or of a part of its backward."""
+        """Take out the gradients of one micro-batch, or of part of its backward pass."""
         return [vector.take() for vector in self._vectors]
 
     def add(self, number: int, taken: list[Taken]) -> None:
@@ -146,7 +146,7 @@ class Gradients:
 
 
 class _Sums:
-    """The sums of one vector's gradients, in the canonical tree over a run of micro-batches."""
+    """The sums of one vector's gradients over a run of micro-batches, in the canonical tree."""
 
     def __init__(self, run: Run, num_parameters: int) -> None:
         self._run = run
@@ -189,7 +189,7 @@ def _sum_of(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tens
 
 
 def merge(one: list[Taken], other: list[Taken]) -> list[Taken]:
-    """Combine the gradients from the two halves of a backward.
+    """Combine the gradients from the two halves of a backward pass.
 
     Each half has the gradients of some of the parameters.
     """

@@ -30,7 +30,7 @@ _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def why_not(endpoint: str, environ: Mapping[str, str]) -> str:
-    """Return a line that explains why this process cannot export; "" if nothing is missing."""
+    """Return a line that explains why this process cannot export, or "" if it can."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return "--otlp has no effect: OTEL_SDK_DISABLED is set"
     if not all(map(_is_installed, _PACKAGES)):

@@ -61,7 +61,7 @@ class PageServer:
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Print nothing when a client disconnects."""
+                """Ignore errors, such as a client that disconnects."""
 
         def make() -> bytes:
             with lock:
@@ -130,7 +130,7 @@ class _Page(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Print nothing about requests."""
+        """Do not log requests."""
 
 
 def _is_loopback(address: str) -> bool:

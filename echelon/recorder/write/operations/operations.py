@@ -104,7 +104,7 @@ class OperationWriter(Protocol):
         timeout_s: float,
         /,
     ) -> Any:
-        """Preprocess the arguments of `begin`, for calls that repeat them.
+        """Preprocess arguments of `begin` that many calls share.
 
         Returns:
             The argument to pass to `begin_prepared`; None if the call cannot be recorded.

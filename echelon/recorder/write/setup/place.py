@@ -32,7 +32,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location of a rank's ring, and the reason for it."""
+    """The location of a rank's ring, and why it was chosen."""
 
     ring: Path
     rank_dir: Path

@@ -1,4 +1,4 @@
-"""Load a `transformers` folder into an echelon model: whole, sharded, or a pipeline stage."""
+"""Load a `transformers` folder into a whole model, a sharded model or a pipeline stage."""
 
 from __future__ import annotations
 
