@@ -149,7 +149,7 @@ def test_limits_are_held_before_the_bytes_come(command, why):
 def test_a_stranger_gets_small_commands_only():
     parser = Parser(Limits(untrusted_bytes=100))
     parser.feed(OPENING + bytes((p.SET,)) + p.pack_u64(200))
-    assert parser.violation == "SET: the command is too long for one peer"
+    assert parser.violation == "SET: the command exceeds what one client may send"
 
 
 def test_our_queries_need_our_announcement():

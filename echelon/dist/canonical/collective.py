@@ -39,7 +39,7 @@ def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
             raise CollectiveMismatchError(
                 f"runs of micro-batches in group {group.name!r}: rank {group.ranks[rank]} has "
                 f"{following}, but the preceding rank {group.ranks[rank - 1]} has {one}. Give "
-                "the ranks adjacent runs of one total, such as even_runs(total, size)",
+                "consecutive ranks adjacent runs of the same total: see even_runs(total, size)",
                 group=group.name,
                 operation="agree_runs",
                 ranks=[group.ranks[rank]],

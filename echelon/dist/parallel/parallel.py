@@ -131,7 +131,7 @@ class Parallel:
             ValueError, CollectiveError: as in `step`.
         """
         if self.has_loss and self._loss_fn is not None and targets is None:
-            raise ValueError("evaluate: pass targets, because there is a loss_fn")
+            raise ValueError("evaluate() needs targets, because a loss_fn is set")
         self._compare(inputs, targets)
         if self.pipeline is not None:
             with self._ending_on_failure("evaluate"):
@@ -191,7 +191,7 @@ class Parallel:
     ) -> list[tuple[list[Tensor], list[Tensor] | None]]:
         num = self.num_microbatches
         if self._loss_fn is not None and targets is None:
-            raise ValueError("step: pass targets, because there is a loss_fn")
+            raise ValueError("step() needs targets, because a loss_fn is set")
         parts = split_batch("inputs", inputs, num)
         if targets is None:
             return [(part, None) for part in parts]

@@ -37,7 +37,7 @@ def check_version(path: Path, version: object) -> tuple[int, int]:
         raise DumpFormatError(
             f"{path}: format {version[0]}.{version[1]}, but this fr-analyze reads "
             f"{FORMAT_MAJOR}.x (its own is {FORMAT_MAJOR}.{FORMAT_MINOR}). Use the version "
-            "that belongs to the file",
+            "that wrote the file",
             path=path,
         )
     return version[0], version[1]

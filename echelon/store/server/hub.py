@@ -131,7 +131,7 @@ class Hub:
         self._num_logged = 0
         number, self._num_unlogged = self._num_unlogged, 0
         if number:
-            log.warning("store: %d more connections were closed for what they sent", number)
+            log.warning("store: closed %d more connections that sent invalid data", number)
 
     def close(self) -> None:
         """Close all connections and stop the housekeeping."""

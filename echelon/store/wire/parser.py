@@ -389,7 +389,9 @@ class Parser:
             )
         self._budget -= length + 8
         if self._budget < 0:
-            raise StoreProtocolError(f"{p.NAMES[query]}: the command is too long for one peer")
+            raise StoreProtocolError(
+                f"{p.NAMES[query]}: the command exceeds what one client may send"
+            )
         return length
 
 

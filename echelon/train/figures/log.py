@@ -236,7 +236,9 @@ class FigureLog:
             with contextlib.suppress(ValueError):
                 self._writers.remove(writer)
             kind = type(writer).__name__
-            say(f"{kind} will get no more figures: {type(err).__name__}: {err}; training continues")
+            say(
+                f"{kind} receives no further figures: {type(err).__name__}: {err}; training continues"
+            )
 
     def _go_back(self, step: int) -> None:
         if self._file is not None:

@@ -133,8 +133,8 @@ def test_what_does_not_work_is_refused_in_one_line():
             "plan.tensor['up'] is 'columns'; it must be one of region, column, row, vocabulary",
             "ranks 0 and 1 were given different data, but the ranks of axis tp must share",
             "sequence parallelism cannot divide 7 positions evenly among the 2 ranks of group 'tp'",
-            "step: pass targets, because there is a loss_fn",
-            "evaluate: pass targets, because there is a loss_fn",
+            "step() needs targets, because a loss_fn is set",
+            "evaluate() needs targets, because a loss_fn is set",
             "a model divided by parallelize cannot be copied",
         ]
         assert len(texts) == len(expected)

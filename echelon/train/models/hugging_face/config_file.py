@@ -186,7 +186,7 @@ def family_of(config: ModelConfig) -> str:
     if shape == ("rms", "swiglu", "rotary"):
         return _QWEN2 if config.qkv_bias and not config.bias else _LLAMA
     raise ValueError(
-        "transformers has models like GPT-2 (norm='layer', mlp='gelu', "
+        "transformers supports models like GPT-2 (norm='layer', mlp='gelu', "
         "positions='learned', bias=True, as many kv_heads as heads) and Llama (norm='rms', "
         f"mlp='swiglu', positions='rotary'), but not {config}"
     )
