@@ -236,9 +236,8 @@ class FigureLog:
             with contextlib.suppress(ValueError):
                 self._writers.remove(writer)
             kind = type(writer).__name__
-            say(
-                f"{kind} receives no further figures: {type(err).__name__}: {err}; training continues"
-            )
+            reason = f"{type(err).__name__}: {err}"
+            say(f"{kind} receives no further figures: {reason}; training continues")
 
     def _go_back(self, step: int) -> None:
         if self._file is not None:
