@@ -221,7 +221,7 @@ class GroupMaker:
 
 
 def _host_backend(facts: Facts) -> str:
-    """Return the backend for host arrays, which is shared memory if all ranks are on one host."""
+    """Return the backend for host arrays: only shared memory if all ranks are on one host."""
     return "shm" if all(is_same_host(facts[0], fact) for fact in facts) else "shm+gloo"
 
 

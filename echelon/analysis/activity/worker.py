@@ -46,7 +46,7 @@ class WorkerState:
 
     @property
     def trouble(self) -> int:
-        """The severity of the process's state, which is highest for a dead process."""
+        """The severity of the process's state: highest if the process is dead."""
         if self.child.state in ("Z", "X"):
             return 5
         if self.child.state in ("T", "t", "D"):

@@ -20,7 +20,7 @@ _BFLOAT16_NAN = 0x7FC0
 
 
 def widen(out: Float32s, part: Flat, dtype: str) -> None:
-    """Convert 16-bit floats to float32, and store the result in `out` of the same length."""
+    """Convert 16-bit floats to float32, and store them in `out`, which has the same length."""
     torch = _torch(part)
     if torch is None:
         np.copyto(out, widen_slowly(part, dtype))

@@ -26,7 +26,7 @@ def array_of(data: Flat | None) -> Flat:
 def summing_of(operation: Operation) -> str:
     """Return the reduction that each level performs.
 
-    For an average, each level computes a sum; the final sum is divided at the end.
+    For an average, each level computes a sum, and only the final sum is divided.
     """
     return "sum" if operation.reduce_op == "avg" else operation.reduce_op
 

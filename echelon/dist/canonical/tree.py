@@ -152,7 +152,7 @@ def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> No
 
 
 def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Return the sum of all values in the tree's order, number 0 first.
+    """Return the sum of all values in the tree's order, starting with number 0.
 
     Raises:
         ValueError: there are no values.

@@ -85,7 +85,7 @@ def receive_state(group: ProcessGroup, peer: int) -> dict[str, Any]:
 def check_alike(
     group: ProcessGroup, source: int, newcomers: Sequence[int], parts: Mapping[str, Any]
 ) -> None:
-    """Compare the state of all ranks after some of them have received it. Collective.
+    """Compare the states of all ranks after the joining ranks have received theirs. Collective.
 
     Args:
         group: the world in which ranks join.

@@ -57,7 +57,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return self._parts
 
     def take_finish(self) -> Finish | None:
-        """Return the function that copies the results. The caller must then run the function."""
+        """Return the function that copies the results. The caller must run it."""
         with self._lock:
             finish, self._finish = self._finish, None
         return finish

@@ -109,7 +109,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return the last earlier position with the same preceding calls but a different next call."""
+    """Return the latest earlier position where a different call followed the same calls."""
     for length in _CONTEXTS:
         context = keys[place - length : place]
         if place < length:

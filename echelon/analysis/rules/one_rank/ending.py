@@ -16,7 +16,7 @@ from echelon.recorder.format.schema import Live
 
 
 def read_ending(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that raised an exception, died, or left the program."""
+    """Detect a rank that raised an exception, died, exited early, or closed its recorder."""
     host = facts.host
     ending = ending_of(picture, facts)
     if ending is not None:

@@ -1,4 +1,4 @@
-"""Determine how ranks ended from the output of torchrun, srun and mpirun."""
+"""Parse the output of torchrun, srun and mpirun to find out how ranks ended."""
 
 from __future__ import annotations
 

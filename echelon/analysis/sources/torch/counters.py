@@ -64,7 +64,7 @@ def join_numbers(
 def _by_elimination(
     found: dict[int, tuple[str, str]], counters: Counters
 ) -> dict[int, tuple[str, str]]:
-    """Map the remaining group numbers by elimination."""
+    """Match the remaining group numbers to names by elimination."""
     if len(counters.status) != len(counters.names):
         return found
     taken = set(found.values())

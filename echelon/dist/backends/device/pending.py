@@ -81,7 +81,7 @@ class DevicePending:
         self._start.record(stream)
 
     def launched(self, stream: Any) -> None:
-        """Record that the operation is on the stream."""
+        """Record that the operation has been queued on the stream."""
         end = self._runtime.accelerator.Event(**_TIMED)
         end.record(stream)
         self._end = end

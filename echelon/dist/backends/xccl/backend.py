@@ -219,7 +219,7 @@ class XcclEngine:
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Record a failure, after which the communicator is never destroyed."""
+        """Record a failure, if any. A failed group's communicator is never destroyed."""
         self._is_broken = self._is_broken or reason is not None
 
     def close(self) -> None:

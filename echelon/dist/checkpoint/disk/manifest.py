@@ -35,7 +35,7 @@ _DTYPE_BYTES = {
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the size of an element of this dtype in bytes.
+    """Return the size in bytes of one element of this dtype.
 
     Raises:
         ValueError: a checkpoint cannot hold this dtype.

@@ -17,7 +17,7 @@ from echelon.dist.pipeline.plan.action import Action, Kind
 
 
 class Product(str, Enum):
-    """The kinds of products of a computation."""
+    """The kinds of products that computations make."""
 
     OUTPUT = "output"  # of a forward, for the next stage
     INPUT_GRAD = "input gradient"  # of a backward, for the stage before

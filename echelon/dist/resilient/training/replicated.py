@@ -232,7 +232,7 @@ class Training(Generic[_T]):
             raise _unrepeated(err, why) from err
 
     def _join(self, epoch: Epoch) -> World:
-        """Agree on a step with an epoch's ranks, restore its initial state, and create a world."""
+        """Agree with an epoch's ranks on a step, restore its initial state, and create a world."""
         own = JOINS if self._is_newcomer else self._row(epoch)
         if not self._is_newcomer:  # the launcher then gives a rank that joins a limited time
             note_standing(replace(self._standing, meets=epoch.number))

@@ -30,7 +30,7 @@ _MESSAGE = "message"  # all messages of a lane use one connection
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A lane's direction, as two ranks of the group, and the lane's name."""
+    """A lane's name, and its sender and receiver as group ranks."""
 
     sender: int
     receiver: int
