@@ -36,6 +36,9 @@ class Epoch:
         left: the ranks that exited before their last step. If there are any, no rank can continue.
         joins: the ranks of the roster that join with this epoch, in place of lost ranks.
         dismissed: ranks that were to join and must exit, because the others have finished.
+        withdraws: the epoch of the admissions that this epoch withdraws, because ranks died before
+            they joined; 0 if none. A rank that has not gone to the meeting of that epoch has lost
+            nothing, and enters this one at the end of a step.
     """
 
     number: int
@@ -45,6 +48,7 @@ class Epoch:
     left: tuple[int, ...] = ()
     joins: tuple[int, ...] = ()
     dismissed: tuple[int, ...] = ()
+    withdraws: int = 0
 
     def pack(self) -> str:
         """Return the epoch encoded as compact JSON."""
@@ -61,7 +65,7 @@ class Epoch:
             told = json.loads(text)
             names = ("roster", "lost", "done", "left", "joins", "dismissed")
             lists = {name: tuple(map(int, told[name])) for name in names}
-            return cls(number=int(told["number"]), **lists)
+            return cls(number=int(told["number"]), withdraws=int(told["withdraws"]), **lists)
         except (KeyError, TypeError) as err:
             raise ValueError(f"the text does not describe an epoch: {text[:80]!r}") from err
 

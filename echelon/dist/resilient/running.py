@@ -149,7 +149,7 @@ def _take_news(joins: Joins, epoch: Epoch) -> None:
     """End the groups of all worlds older than an epoch after a loss. Runs on a separate thread."""
     if epoch.left or epoch.dismissed:
         return  # only ranks that miss the one which left have failed
-    if epoch.joins:
+    if joins.is_orderly(epoch):
         joins.note(epoch)
         return
     text = f"the launcher counts {named(epoch.lost)} as lost"

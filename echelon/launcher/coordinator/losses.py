@@ -99,7 +99,7 @@ class Losses:
     def why_not_without(self, world: World, ranks: Sequence[int]) -> str:
         """Return why the attempt could not continue without the given ranks; "" if it could."""
         if not self._is_on:
-            return "--on-loss shrink is not given"
+            return "neither --on-loss shrink nor --on-loss replace is given"
         self._follow(world)
         gone = [rank for rank in ranks if rank in world.ended]
         if gone or world.attempt.phase is not decide.Phase.RUNNING:
@@ -127,9 +127,15 @@ class Losses:
         if any(_is_own_end(code) and not _is_joining(known, rank) for rank, code in ended.items()):
             self._note_left(world, [rank for rank, code in ended.items() if code == 0])
             return False
-        lost = [*self._lost, *ended]
-        why_not = self._why_not(world, ended, known) or self._publish(world, lost, known)
-        who = named(ended)
+        lost, who = [*self._lost, *ended], named(ended)
+        withdraws = self._withdrawn_by(ended, known)
+        if withdraws and _are_finishing(known):
+            self._take_back(world)
+            verb, them = ("is", "it") if len(ended) == 1 else ("are", "they")
+            self._say(f"{who} {verb} lost before {them} joined; the other ranks have finished")
+            return True
+        why_not = self._why_not(world, ended, known)
+        why_not = why_not or self._publish(world, lost, known, withdraws=withdraws)
         if why_not:
             self._say(f"cannot continue without {who}: {why_not}")
             return False
@@ -140,6 +146,17 @@ class Losses:
         left = named(self._awaited.roster if self._awaited else ())
         self._say(f"{who} {verb} lost; continuing with {left}")
         return True
+
+    def _withdrawn_by(self, ended: Iterable[int], known: Mapping[int, Standing]) -> int:
+        """Return the epoch whose ranks need not notice a loss; 0 if they must.
+
+        That is an epoch in which the lost ranks were to join, and since which no other rank was
+        lost.
+        """
+        epoch = self._awaited
+        if epoch is None or any(r not in self._joining or not _is_joining(known, r) for r in ended):
+            return 0
+        return epoch.number if epoch.joins else epoch.withdraws
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
         """Publish that ranks ended on their own, so that other ranks do not wait for another epoch.
@@ -174,8 +191,8 @@ class Losses:
             self._awaited = None
             self._note(world, epoch, standings)
         elif any(one.state is State.DONE and one.epoch < epoch.number for one in standings):
-            if epoch.joins:
-                self._take_back(world, epoch)
+            if epoch.joins or epoch.withdraws:
+                self._take_back(world)
                 return None
             self._publish(world, self._lost, known)
             self._awaited = None
@@ -197,7 +214,7 @@ class Losses:
     def waiting(self, world: World) -> list[int]:
         """Return the ranks waiting to be admitted; none while an epoch or the job is ending."""
         known = self._standings(world)
-        if self._awaited is not None or any(one.state is State.DONE for one in known.values()):
+        if self._awaited is not None or _are_finishing(known):
             return []
         return [rank for rank in world.ended if _is_joining(known, rank)]
 
@@ -246,12 +263,15 @@ class Losses:
         self._publish(world, self._lost, known, dismissed=ranks)
         self._awaited = None
 
-    def _take_back(self, world: World, epoch: Epoch) -> None:
-        """Withdraw an admission that a rank noticed only after its last step."""
-        for rank in epoch.joins:
+    def _take_back(self, world: World) -> None:
+        """Withdraw all admissions, because a rank has finished without having noticed them."""
+        ranks = sorted(self._joining)
+        for rank in ranks:
             world.take_back(rank, *self._joining.pop(rank))
-        self._lost = sorted({*self._lost, *epoch.joins})
-        self.dismiss(world, epoch.joins)
+        self._lost = sorted({*self._lost, *ranks})
+        self._awaited = None
+        if ranks:
+            self.dismiss(world, ranks)
 
     def _standings(self, world: World) -> dict[int, Standing]:
         found = dict(self._remote)
@@ -296,6 +316,7 @@ class Losses:
         *,
         joins: Sequence[int] = (),
         dismissed: Sequence[int] = (),
+        withdraws: int = 0,
     ) -> str:
         """Publish the remaining ranks; return "" on success, or else the reason for the failure."""
         done = [one for one, standing in known.items() if standing.state is State.DONE]
@@ -308,6 +329,7 @@ class Losses:
             left=tuple(sorted(self._left)),
             joins=tuple(sorted(joins)),
             dismissed=tuple(sorted(dismissed)),
+            withdraws=withdraws,
         )
         try:
             self._meeting.publish(epoch_key(epoch.number), epoch.pack())
@@ -391,6 +413,11 @@ def _is_own_end(code: int) -> bool:
 
 def _is_joining(known: Mapping[int, Standing], rank: int) -> bool:
     return rank in known and known[rank].state is State.JOINING
+
+
+def _are_finishing(known: Mapping[int, Standing]) -> bool:
+    """Return whether a rank has finished all steps, so that all have or are about to."""
+    return any(one.state is State.DONE for one in known.values())
 
 
 def named(ranks: Iterable[int]) -> str:

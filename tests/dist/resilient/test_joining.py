@@ -145,3 +145,31 @@ def test_a_state_that_cannot_be_sent_is_refused_at_the_start(replaces):
     else:
         training.train(World(dist.world(), 0, ()))
     assert done == ([] if replaces else [0])
+
+
+@pytest.mark.parametrize(
+    ("told", "entered", "is_orderly"),
+    [
+        ({}, 0, False),
+        ({"joins": (1,)}, 0, True),
+        ({"joins": (1,)}, 1, True),
+        ({"withdraws": 2}, 0, True),
+        ({"withdraws": 2}, 1, True),
+        ({"withdraws": 2}, 2, False),  # it met the rank that died, or waits for it
+        ({"withdraws": 2}, 3, False),
+    ],
+)
+def test_an_epoch_is_entered_at_the_end_of_a_step_unless_a_rank_of_the_world_is_lost(
+    told, entered, is_orderly
+):
+    joins = Joins(is_on=True)
+    joins.entered = entered
+    epoch = Epoch(number=4, roster=(0, 2), lost=(), **told)
+    assert joins.is_orderly(Epoch.unpack(epoch.pack())) == is_orderly
+
+
+def test_a_rank_knows_which_epoch_it_goes_to_before_it_meets_the_others(training, monkeypatch):
+    """A later epoch that withdraws this one then finds it in the meeting."""
+    monkeypatch.setattr(training._epochs, "next", lambda _: _EPOCH)
+    assert training._next_epoch(JoinDue("x", operation="join"), 1.0) is _EPOCH
+    assert training._joins.entered == _EPOCH.number

@@ -152,11 +152,12 @@ def test_two_ranks_that_wait_join_together(job):
 
 
 def test_a_rank_that_dies_after_its_admission_is_lost_and_replaced_again(job):
+    """The others need not leave their step for it: they have never waited for it."""
     _lose_and_continue(job)
     job.start(1)
     job.step()
     assert job.lose(1)
-    assert job.newest == Epoch(number=3, roster=(0, 2), lost=(1,))
+    assert job.newest == Epoch(number=3, roster=(0, 2), lost=(1,), withdraws=2)
     assert "continuation/2/meeting/gate" in job.store.values
     for rank in (0, 2):
         job.stands(rank, epoch=3, step=9)
@@ -175,6 +176,55 @@ def test_a_member_that_dies_during_an_admission_leaves_it_in_force(job):
     job.step()
     assert any(line.startswith("rank 1 replaced in ") for line in job.said)
     assert job.report.continuations[-1]["joined_ranks"] == [1]
+
+
+def test_an_epoch_that_follows_the_loss_of_a_member_is_entered_at_once(job):
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    assert job.lose(2)
+    assert job.lose(1)
+    assert job.newest == Epoch(number=4, roster=(0,), lost=(1, 2))
+
+
+def _admit_two(job) -> None:
+    """Let ranks 1 and 2 join in epoch 3."""
+    assert job.lose(1)
+    assert job.lose(2)
+    job.stands(0, epoch=2, step=5)
+    job.start(1)
+    job.wait(2)
+    job.step()
+
+
+def test_the_other_ranks_that_join_are_admitted_though_one_of_them_dies(job):
+    _admit_two(job)
+    assert job.lose(1)
+    assert job.newest == Epoch(number=4, roster=(0, 2), lost=(1,), withdraws=3)
+    assert job.lose(2)
+    assert job.newest == Epoch(number=5, roster=(0,), lost=(1, 2), withdraws=3)
+
+
+def test_an_admitted_rank_may_die_before_the_others_finish(job):
+    """They finish without having noticed its admission; the other one is dismissed."""
+    _admit_two(job)
+    assert job.lose(1)
+    job.stands(0, State.DONE, epoch=2)
+    assert job.losses.look(job.world) is None
+    assert job.newest == Epoch(number=5, roster=(), lost=(1, 2), done=(0,), dismissed=(2,))
+    assert job.world.is_survived(1)
+
+
+def test_an_admitted_rank_may_die_while_the_others_finish(job):
+    """Its end arrives before the look that would have taken its admission back."""
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    job.stands(0, State.DONE, epoch=1)
+    assert job.lose(1)
+    assert job.newest == Epoch(number=3, roster=(2,), lost=(1,), done=(0,), dismissed=(1,))
+    assert job.losses.look(job.world) is None
+    assert job.said[-1] == "rank 1 is lost before it joined; the other ranks have finished"
 
 
 def test_the_last_rank_with_the_state_cannot_be_lost(job):
@@ -208,7 +258,7 @@ def test_an_error_of_an_admitted_process_is_a_loss_that_is_not_replaced(job):
     job.start(1)
     job.step()
     assert job.lose(1, code=1)
-    assert job.newest == Epoch(number=3, roster=(0, 2), lost=(1,))
+    assert job.newest == Epoch(number=3, roster=(0, 2), lost=(1,), withdraws=2)
     job.step()
     assert len(job.sent) == 1
     assert not job.replacements.is_busy
@@ -449,6 +499,24 @@ def test_dismissed_processes_may_end_together(launcher):
     ]
     launcher.end_together({1: _KILLED, 2: _KILLED})
     assert launcher.job.commands(m.ClearUp) == [m.ClearUp(attempt=0)]
+
+
+def test_a_job_succeeds_though_an_admitted_rank_dies_during_its_last_step(launcher):
+    launcher.end_together({1: _KILLED})
+    for rank in (0, 2):
+        launcher.stands(rank, epoch=1, step=3)
+    launcher.start_joiners(1)
+    launcher.stands(1, State.JOINING)
+    store = launcher.job.coordinator._meeting
+    launcher.look_until(lambda: "continuation/2/epoch" in store.values)
+    launcher.end_together({1: _KILLED})
+    for rank in (0, 2):
+        launcher.stands(rank, State.DONE, epoch=1, step=3)
+    launcher.look_until(lambda: not launcher.job.coordinator._incidents.is_collecting)
+    launcher.end_together({0: 0, 2: 0})
+    world = launcher.job.coordinator._world
+    assert world.end == decide.EndAttempt(decide.EndedBy.WORKER, failed=False)
+    assert "cannot continue" not in launcher.job.terminal.text
 
 
 def test_the_last_rank_and_a_process_that_loads_may_end_together(launcher):

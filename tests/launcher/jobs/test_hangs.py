@@ -108,5 +108,7 @@ def test_a_hang_that_cannot_be_survived_ends_the_job(tmp_path):
     done, report = _run(tmp_path, 2, "--stall-timeout", "10", hangs=["1:stop:5"])
     assert done.returncode == 3, done.stderr
     assert "--on-stall replace works as restart without --on-loss shrink" in done.stderr
-    assert "no rank is ended: --on-loss shrink is not given" in done.stderr
+    assert (
+        "no rank is ended: neither --on-loss shrink nor --on-loss replace is given" in done.stderr
+    )
     assert report["ended_by"] == "stall"

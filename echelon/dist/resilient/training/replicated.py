@@ -222,14 +222,15 @@ class Training(Generic[_T]):
 
     def _next_epoch(self, err: CollectiveError, wait_s: float) -> Epoch:
         try:
-            if self._is_newcomer:
-                return wait_until_admitted(self._epochs)
-            return self._epochs.next(wait_s)
+            newcomer = self._is_newcomer
+            epoch = wait_until_admitted(self._epochs) if newcomer else self._epochs.next(wait_s)
         except StoreTimeoutError:
             raise _unrepeated(err, _why_none(err, wait_s)) from err
         except StoreError as none:
             why = f"the launcher has not published which ranks continue: {none}"
             raise _unrepeated(err, why) from err
+        self._joins.entered = epoch.number
+        return epoch
 
     def _join(self, epoch: Epoch) -> World:
         """Agree with an epoch's ranks on a step, restore its initial state, and create a world."""
@@ -245,7 +246,7 @@ class Training(Generic[_T]):
         group = runtime.regroup(epoch.roster, epoch.number, facts, self._limit_s)
         self._hand_over(group, source, newcomers)
         group.timeout_s = self._timeout_s
-        self._arrive(target, repeats=0 if epoch.joins else repeats)
+        self._arrive(target, repeats=0 if epoch.joins or epoch.withdraws else repeats)
         return World(group, epoch.number, epoch.lost)
 
     def _hand_over(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
