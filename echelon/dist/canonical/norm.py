@@ -22,20 +22,27 @@ def block_sums(values: torch.Tensor) -> torch.Tensor:
     Args:
         values: [numel], starting at a block's first element; the last block may be incomplete.
     """
-    sums = [_halved(rows) for rows in torch.split(values, BLOCK * _ROWS)]
-    return torch.cat(sums) if sums else values.new_zeros(0, dtype=torch.float64)
-
-
-def _halved(values: torch.Tensor) -> torch.Tensor:
     count = -(-values.numel() // BLOCK)
-    squares = torch.empty(count * BLOCK, dtype=torch.float64, device=values.device)
+    sums = torch.empty(count, dtype=torch.float64, device=values.device)
+    room = torch.empty(min(count, _ROWS) * BLOCK, dtype=torch.float64, device=values.device)
+    for first in range(0, count, _ROWS):
+        part = values[first * BLOCK : (first + _ROWS) * BLOCK]
+        sums[first : first + _ROWS] = _halved(part, room)
+    return sums
+
+
+def _halved(values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of each block, as a view of `room`."""
+    count = -(-values.numel() // BLOCK)
+    squares = room[: count * BLOCK]
     squares[: values.numel()] = values
     squares[values.numel() :] = 0.0
     rows = squares.mul_(squares).view(count, BLOCK)
-    while rows.shape[1] > 1:
-        half = rows.shape[1] // 2
-        rows = rows[:, :half] + rows[:, half:]
-    return rows.view(count)
+    half = BLOCK
+    while half > 1:
+        half //= 2
+        rows[:, :half].add_(rows[:, half : 2 * half])
+    return rows[:, 0]
 
 
 def tree_total(sums: torch.Tensor) -> torch.Tensor:
@@ -48,6 +55,25 @@ def tree_total(sums: torch.Tensor) -> torch.Tensor:
             sums = torch.cat([sums, sums.new_zeros(1)])
         sums = sums[0::2] + sums[1::2]
     return sums.sum() if sums.numel() == 0 else sums[0]
+
+
+def tree_totals(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `tree_total` of each vector, [len(vectors)]; there must be at least one.
+
+    Vectors of similar length are added together, padded with zeros, which do not change a total.
+    """
+    totals = vectors[0].new_empty(len(vectors))
+    alike: dict[int, list[int]] = {}
+    for index, vector in enumerate(vectors):
+        alike.setdefault((vector.numel() - 1).bit_length(), []).append(index)
+    for height, indices in alike.items():
+        rows = totals.new_zeros(len(indices), 1 << height)
+        for row, index in zip(rows, indices, strict=True):
+            row[: vectors[index].numel()] = vectors[index]
+        while rows.shape[1] > 1:
+            rows = rows[:, 0::2] + rows[:, 1::2]
+        totals[indices] = rows[:, 0]
+    return totals
 
 
 class PartialBlocks:
@@ -94,9 +120,11 @@ class PartialBlocks:
                 message[at + begin : at + end] = values[begin - start : end - start]
 
     def read(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the sum of squares of the whole parameter, given the sum of all messages."""
-        sums = message[: self._num_blocks].clone()
-        for row, block in enumerate(self._cut):
-            at = self._num_blocks + row * BLOCK
-            sums[block] = block_sums(message[at : at + BLOCK])[0]
-        return tree_total(sums)
+        """Return `block_sums` of the whole parameter, given the sum of all messages.
+
+        The result shares the message's memory.
+        """
+        sums = message[: self._num_blocks]
+        if self._cut:
+            sums[self._cut] = block_sums(message[self._num_blocks :])
+        return sums

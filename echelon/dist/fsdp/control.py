@@ -88,6 +88,22 @@ def reshard(module: nn.Module) -> None:
         driver.release(units)
 
 
+def reshard_keeping_memory(module: nn.Module) -> None:
+    """Release all units in a module, but keep their memory on the host for the next gather.
+
+    For programs that hold the whole module in every step: fresh pages cost more than a gather. The
+    memory is kept until the units are gathered and released in another way.
+    """
+    flats = [flat for unit in units_of(module) for flat in unit.flats]
+    for flat in flats:
+        flat.keeps_memory = True
+    try:
+        reshard(module)
+    finally:
+        for flat in flats:
+            flat.keeps_memory = False
+
+
 @uncompiled_call
 def reduce_gradients(module: nn.Module) -> None:
     """Average the gradients of the whole parameters over the ranks.

@@ -17,6 +17,7 @@ from torch import nn
 from echelon.dist.canonical import Run
 from echelon.dist.canonical.tree import Node, combine
 from echelon.dist.fsdp import reshard, unshard
+from echelon.dist.fsdp.control import reshard_keeping_memory
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.group import ProcessGroup
 from echelon.train.same_bits.vectors import Taken, vectors_of
@@ -76,10 +77,11 @@ class Gradients:
             yield
         except BaseException:
             self.drop()
-            raise
-        finally:
             if sharded:
                 reshard(self._module)
+            raise
+        if sharded:
+            reshard_keeping_memory(self._module)  # the next step gathers all units again
 
     def drop(self) -> None:
         """Drop the gradients of the micro-batches and of the last step."""

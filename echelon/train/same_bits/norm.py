@@ -8,7 +8,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from echelon.dist.canonical.norm import PartialBlocks, block_sums, tree_total
+from echelon.dist.canonical.norm import (
+    PartialBlocks,
+    block_sums,
+    tree_total,
+    tree_totals,
+)
 from echelon.dist.fsdp.parameters.flat import Flat
 from echelon.dist.fsdp.parameters.member import Member, member_of
 from echelon.dist.group import ProcessGroup
@@ -50,9 +55,10 @@ def _of_whole(values: Mapping[str, torch.Tensor], group: ProcessGroup) -> dict[s
     own = _divided({name: one.numel() for name, one in values.items()}, group.size)[group.rank]
     device = next(iter(values.values())).device
     sums = torch.zeros(len(values), dtype=torch.float64, device=device)
-    for index, (name, one) in enumerate(values.items()):
-        if name in own:
-            sums[index] = tree_total(block_sums(one))
+    mine = [index for index, name in enumerate(values) if name in own]
+    if mine:
+        blocks = [block_sums(one) for name, one in values.items() if name in own]
+        sums[mine] = tree_totals([one.to(device) for one in blocks])
     if group.size > 1:
         group.all_reduce(sums, op="sum")  # exact: each is zero on all ranks but one
     return dict(zip(values, sums.unbind(), strict=True))
@@ -94,28 +100,29 @@ def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:
         units.setdefault((flat.group, flat.device), []).append(flat)
     found: dict[Member, torch.Tensor] = {}
     for (group, device), flats in units.items():
-        parts = [part for flat in flats for part in _messages(flat)]
+        parts = [part for flat in flats for part in _blocks(flat)]
         if not parts:
             continue  # on all ranks alike
-        every = torch.cat([message.to(device) for _, _, message in parts])
+        sizes = [blocks.message_numel for _, blocks in parts]
+        every = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        rows = torch.split(every, sizes)
+        for (member, blocks), row in zip(parts, rows, strict=True):
+            assert member.shard.grad is not None, member
+            blocks.write(row, member.shard.grad.detach().reshape(-1), member.part.start)
         if group.size > 1:
             group.all_reduce(every, op="sum")
-        rows = torch.split(every, [message.numel() for _, _, message in parts])
-        for (member, blocks, _), row in zip(parts, rows, strict=True):
-            found[member] = blocks.read(row)
+        sums = [blocks.read(row) for (_, blocks), row in zip(parts, rows, strict=True)]
+        members = [member for member, _ in parts]
+        found.update(zip(members, tree_totals(sums).unbind(), strict=True))
     return found
 
 
-def _messages(flat: Flat) -> Iterator[tuple[Member, PartialBlocks, torch.Tensor]]:
-    """Yield each parameter that has a gradient, with this rank's message about the parameter."""
+def _blocks(flat: Flat) -> Iterator[tuple[Member, PartialBlocks]]:
+    """Yield each parameter that has a gradient, with its blocks."""
     layout, ranks = flat.layout, range(flat.group.size)
     for index, member in enumerate(flat.members):
-        gradient = member.shard.grad
-        if gradient is None:
+        if member.shard.grad is None:
             continue  # on all ranks alike
         parts = [layout.part(index, rank) for rank in ranks]
         bounds = [(part.start, part.start + part.length) for part in parts]
-        blocks = PartialBlocks(member.piece.numel, bounds)
-        message = torch.zeros(blocks.message_numel, dtype=torch.float64, device=gradient.device)
-        blocks.write(message, gradient.detach().reshape(-1), member.part.start)
-        yield member, blocks, message
+        yield member, PartialBlocks(member.piece.numel, bounds)

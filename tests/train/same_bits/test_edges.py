@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 import echelon.dist as dist  # noqa: E402
 from echelon.analysis.cli import main as analyze  # noqa: E402
 from echelon.dist.canonical import Run  # noqa: E402
+from echelon.dist.fsdp.parameters.unit import units_of  # noqa: E402
 from echelon.dist.pipeline import Pipeline, Stage  # noqa: E402
 from echelon.errors import NotReproducibleError  # noqa: E402
 from echelon.train.optimizers.muon import Muon  # noqa: E402
@@ -258,6 +259,23 @@ def test_on_two_ranks(tmp_path, capsys):
     assert "the same bits in 6 micro-batches of steps 0 to 1" in capsys.readouterr().out
     assert analyze(["--compare", str(tmp_path / "0"), str(tmp_path / "2")]) == 1
     assert "the runs diverge at step 1, micro-batch 0: the loss, and" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("alone")
+def test_gathered_memory_is_kept_for_the_next_step_and_returned_by_other_uses():
+    """Pages that were returned to the system read as zeros."""
+    model = made.shard(made.make(), "sharded", dist.world())
+    wholes = [flat.full.tensor for unit in units_of(model) for flat in unit.flats]
+    same, _ = _same(model)
+    same.backward(0, _compute(model))
+    assert all(whole.count_nonzero() for whole in wholes)
+    with torch.no_grad():
+        made.loss_of(model, 0, 0, 3)
+    assert not any(whole.count_nonzero() for whole in wholes)
+    same.backward(1, _compute(model))
+    with pytest.raises(ValueError, match="without dims"):
+        same.backward(2, lambda _: torch.ones(2))
+    assert not any(whole.count_nonzero() for whole in wholes)
 
 
 @pytest.mark.usefixtures("alone")

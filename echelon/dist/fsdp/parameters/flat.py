@@ -58,6 +58,8 @@ class Flat:
 
     Attributes:
         replicas: the ranks that keep a copy of this rank's chunk, or None.
+        keeps_memory: whether `release` leaves the memory of `full` allocated on the host, for the
+            next gather.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Flat:
             heap.keep()
         self.group = group
         self.replicas = replicas
+        self.keeps_memory = False
         self.dtype = first.dtype
         self.device = first.device
         self.compute_dtype = compute_dtype or first.dtype
@@ -193,7 +196,9 @@ class Flat:
             for member, was, now in zip(self.members, shown, self._versions, strict=True):
                 member.check_leaf(was_written=was != now)
         keep = []
-        if near is not None:
+        if self.keeps_memory:
+            keep.append((0, self.layout.numel))
+        elif near is not None:
             keep.append(self._range(near.rank, near.size))
             if self.device.type != "cpu":
                 self._kept = self._part_of_full(near.rank, near.size).clone()
