@@ -174,7 +174,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Add to the evidence the known error that a culprit wrote last, with its remedy."""
+    """Add a culprit's last known error, with its remedy, to the evidence."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:

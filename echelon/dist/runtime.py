@@ -375,7 +375,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first, and finally raise the exception of `action`, if any."""
+    """Make `shutdown` call `action` first, and raise any exception from it at the very end."""
     _before_shutdown.append(action)
     return action
 

@@ -90,7 +90,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a group ended on this rank: with an error, aborted without an error, or closed."""
+    """How a group ended on this rank: it failed, was aborted without an error, or was closed."""
 
     error: CollectiveError | None = None
     is_abort: bool = False

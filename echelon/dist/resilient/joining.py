@@ -39,7 +39,7 @@ class JoinDue(CollectiveError):  # noqa: N818 -- not an error that a user sees
 
 
 class Joins:
-    """The epochs, known to this rank, in which other ranks join.
+    """The epochs known to this rank in which other ranks join.
 
     Args:
         is_on: whether the launcher replaces lost ranks.

@@ -31,7 +31,7 @@ _users: Counter[tuple[int, str, int]] = Counter()
 
 
 class Meeting:
-    """The part of a store that one torch group uses. Must be closed when the group is closed."""
+    """The part of a store that one torch group uses. Close it when the group is closed."""
 
     def __init__(self, torch_store: Any, rank: int, timeout_s: float) -> None:
         """Agree on a prefix that no other group uses; block until group rank 0 has chosen one.

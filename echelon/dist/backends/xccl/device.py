@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group calls. If the block raises an error, errors of `onecclGroupEnd` are ignored."""
+    """Group calls. If the block raises an error, errors from `onecclGroupEnd` are ignored."""
     _check("GroupStart", loaded)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Decide, after a number of steps or seconds, at which step all ranks save a checkpoint."""
+"""Choose the steps at which all ranks save checkpoints, by step count or by elapsed time."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Costs:
     activation_bytes: PerStage = 0.0
 
     def check(self, num_stages: int) -> None:
-        """Check that all numbers are given and not negative.
+        """Check that all numbers are present and non-negative.
 
         Raises:
             ValueError: a number is missing or negative.

@@ -1,1 +1,1 @@
-"""Keep copies of a rank's shards that outlive the rank, and restore a state from such copies."""
+"""Keep copies of a rank's shards after the rank is lost, and restore a state from them."""
