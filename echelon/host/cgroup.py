@@ -112,7 +112,7 @@ def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
 
 
 def _nearest(groups: list[dict[str, int]], field: str) -> int | None:
-    """Return a field from the process's own group or, failing that, from the nearest parent."""
+    """Return a field from the process's own group or, failing that, from the nearest ancestor."""
     return next((group[field] for group in groups if field in group), None)
 
 

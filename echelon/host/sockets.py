@@ -43,7 +43,7 @@ _TIMEOUT_S = 1.0
 
 
 def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
-    """Return the TCP sockets of a process; append the names of denied files to `denied`."""
+    """Return the TCP sockets of a process; append the names of unreadable files to `denied`."""
     inodes = _inodes(pid, denied)
     if not inodes:
         return ()

@@ -1,4 +1,4 @@
-"""Import gRPC with its messages on stderr switched off.
+"""Import gRPC with its stderr messages disabled.
 
 The launcher reports connection problems itself. If the user has set GRPC_VERBOSITY, that value is
 kept.

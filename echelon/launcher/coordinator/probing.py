@@ -99,7 +99,7 @@ class Probing:
 
     @property
     def waits_for(self) -> str:
-        """A description of what the probing is waiting for; "" if it is not waiting."""
+        """What the probing is waiting for, in words; "" if it is not waiting."""
         hosts = ", ".join(self._host_of(name) for name in self._suspects)
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 

@@ -210,7 +210,7 @@ def _limit_memory() -> None:
 
 
 def _lower_priority() -> None:
-    """Lower this process's priority, so that the ranks go first."""
+    """Lower this process's priority, so that the ranks take precedence."""
     with contextlib.suppress(OSError):
         now = os.getpriority(os.PRIO_PROCESS, 0)
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, now))

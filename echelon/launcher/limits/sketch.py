@@ -29,7 +29,7 @@ class Sketch:
         self.num = 0
 
     def add(self, durations_ns: npt.NDArray[np.int64]) -> None:
-        """Add durations to the sketch. [num_durations]"""
+        """Add durations, of shape [num_durations], to the sketch."""
         units = np.maximum(durations_ns / _UNIT_NS, 1.0)
         buckets = np.ceil(np.log(units) / _LOG_GAMMA - 1e-9).astype(np.int64)
         clipped = np.minimum(buckets, NUM_BUCKETS - 1)

@@ -1,4 +1,4 @@
-"""Give threads unique, consecutive numbers."""
+"""Assign unique, consecutive numbers to threads."""
 
 from __future__ import annotations
 

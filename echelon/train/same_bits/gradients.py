@@ -93,7 +93,7 @@ class Gradients:
         return [vector.take() for vector in self._vectors]
 
     def add(self, number: int, taken: list[Taken]) -> None:
-        """Add one micro-batch's gradients, in any order, and reuse the gradients' memory."""
+        """Add one micro-batch's gradients and reuse their memory. Any order is allowed."""
         for sums, one in zip(self._sums, taken, strict=True):
             sums.add(number, one)
 

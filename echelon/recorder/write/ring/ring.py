@@ -115,7 +115,7 @@ class Ring:
         self._write_span_slot(at, number + 1, fields)
 
     def write_open_span(self, index: int, number: int, fields: bytes) -> None:
-        """Store an open span in place `index`; an end stamp marks the span as ended."""
+        """Store an open span in place number `index`; an end stamp marks the span as ended."""
         self._write_span_slot(OPEN_SPANS_OFFSET + index * SPAN_SLOT.itemsize, number + 1, fields)
 
     def when_closed(self, release: Callable[[], None]) -> None:
