@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -365,3 +366,17 @@ def test_what_is_not_a_terminal_is_neither_wrapped_nor_padded() -> None:
     lines = out.getvalue().splitlines()
     assert f"  {report.verdict.summary}" in lines
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_wrapped_lines_stay_indented_on_a_terminal() -> None:
+    job = hung()
+    for rank in job.others(2):
+        rank.stands("a_training_loop.py", 20, "backward_of_all_buckets")
+    report = report_of(picture_of(job))
+    report = dataclasses.replace(report, origin="incident /a/folder/with/a/name/that/is/too/long")
+    out = StringIO()
+    render_text(report, Console(file=out, width=40, force_terminal=True, color_system=None))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert [line for line in lines[1:] if line and not line.startswith("  ")] == []
+    place = lines.index(f"{' ' * 14}a_training_loop.py:20 in")
+    assert lines[place - 1].startswith(f"{' ' * 14}3 ranks")

@@ -38,6 +38,14 @@ def test_a_page_is_its_commands_and_what_they_must_print():
     ]
 
 
+def test_a_command_is_continued_after_a_backslash(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ test a = \\\n      a\n$ echo $?\n0\n```\n")
+    shells = follow.steps(page.read_text())
+    assert [step.command for step in shells["shell"]] == ["test a = \\\n      a", "echo $?"]
+    assert follow.follow(page, tmp_path, timeout_s=60) == []
+
+
 def test_another_exit_code_or_verdict_is_a_fault(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(

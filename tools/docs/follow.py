@@ -1,6 +1,7 @@
 """Run a tutorial exactly as written: `python -m tools.docs.follow PAGE FOLDER`.
 
-The commands of a page are the lines after `$ ` in its `console` blocks. They run in FOLDER, a
+The commands of a page are the lines after `$ ` in its `console` blocks, continued where a line ends
+in a backslash. They run in FOLDER, a
 checkout, in one shell per block title; different shells run concurrently. Verdicts and exit codes
 (the output of `echo $?`) on the page must match what the commands print. The rest of the output is
 an illustration, because it contains times and process ids.
@@ -37,7 +38,9 @@ def steps(page: str) -> dict[str, list[Step]]:
     for block in _BLOCK.finditer(page):
         shell = shells.setdefault(block["shell"] or "shell", [])
         for line in block["body"].splitlines():
-            if line.startswith("$ "):
+            if shell and shell[-1].command.endswith("\\"):
+                shell[-1].command += f"\n{line}"
+            elif line.startswith("$ "):
                 shell.append(Step(line[2:]))
             elif shell and _CHECKED.match(line):
                 shell[-1].expected.append(_normal(line))

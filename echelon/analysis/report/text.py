@@ -10,6 +10,7 @@ from echelon.analysis.report.clean import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.padding import Padding
     from rich.text import Text
 
     from echelon.analysis.evidence.stacks.tree import Branch
@@ -54,12 +55,21 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
         table.add_column(overflow="fold")
         for label, lines in _sections(verdict, report):
             for index, line in enumerate(lines):
-                table.add_row("" if index else label, Text(clean(line, _MAX_CHARS)))
+                table.add_row("" if index else label, _indented(clean(line, _MAX_CHARS)))
         console.print(Padding(table, (0, 0, 0, 2), expand=False))
     elif timing is not None:
         _print_timing(timing, console)
     for line, style in _tail(report, verdict):
-        console.print(Text(f"  {line}", style=style))
+        console.print(_indented(f"  {line}", style))
+
+
+def _indented(line: str, style: str = "") -> Padding:
+    """Indent a line so that, if it is wrapped, all of its parts keep the indentation."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    text = line.lstrip(" ")
+    return Padding(Text(text, style=style), (0, 0, 0, len(line) - len(text)), expand=False)
 
 
 def plain_lines(report: Report, timing: Timing | None = None) -> list[str]:

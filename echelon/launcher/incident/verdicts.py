@@ -156,7 +156,7 @@ class Verdicts:
             line += f"  {WITHDRAWN}\n"
             folder = self._directory.shown / "dump" / incident.folder.name
             self._terminal.say(
-                f"the stall's verdict is withdrawn because ranks made progress; see {folder}"
+                f"the verdict of the stall that cleared is withdrawn; its evidence: {folder}"
             )
         else:
             self._terminal.write_error(explanation.text + line)
