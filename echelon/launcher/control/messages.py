@@ -93,11 +93,15 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEnded:
-    """An event: a worker has ended. `code` follows the convention of `subprocess`."""
+    """An event: a worker has ended. `code` follows the convention of `subprocess`.
+
+    If the worker could not be started, `code` is 127 and `error` is the reason.
+    """
 
     attempt: int
     rank: int
     code: int
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

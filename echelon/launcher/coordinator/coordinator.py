@@ -103,7 +103,7 @@ class Coordinator:
         self._losses = Losses(
             options, directory, meeting, report, terminal.say, self._note_continued
         )
-        self._replacements = Replacements(options, self._losses, send, terminal.say)
+        self._replacements = Replacements(options, self._losses, send, terminal.say, report)
         # The end of a rank is known at the latest once its node counts as lost.
         dies_s = max(DIES_S, options.conf.lost_after_s + _LOOSE_S)
         self._hung = HungRanks(self._losses, send, terminal.say, dies_s)
@@ -219,7 +219,7 @@ class Coordinator:
         if world is None or event.attempt != world.number:
             return  # from an attempt that is over
         if isinstance(event, m.WorkerEnded):
-            self._note_ended(world, {event.rank: event.code})
+            self._note_ended(world, {event.rank: event.code}, event.error)
         elif isinstance(event, m.Standings):
             self._losses.take_standings(world, event)
         elif isinstance(event, m.Sights):
@@ -320,16 +320,17 @@ class Coordinator:
             )
             self._decide(world, decide.LeaveRequested(number))
 
-    def _note_ended(self, world: World, ended: Mapping[int, int]) -> None:
+    def _note_ended(self, world: World, ended: Mapping[int, int], error: str = "") -> None:
         """Record that several ranks ended at the same time.
 
         Args:
             ended: the exit code of each rank, or LOST.
+            error: the reason why the rank could not be started; "" if it was started.
         """
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
         joiners = [rank for rank in ended if self._replacements.is_joining(world, rank)]
         for rank in joiners:
-            self._decide(world, self._replacements.note_ended(world, rank, ended[rank]))
+            self._decide(world, self._replacements.note_ended(world, rank, ended[rank], error))
         ended = {rank: code for rank, code in ended.items() if rank not in joiners}
         if not ended:
             return
@@ -374,7 +375,7 @@ class Coordinator:
 
     def _look_at_losses(self, world: World) -> None:
         rank = self._losses.look(world)
-        for event in self._replacements.note_taken_back(time.monotonic()):
+        for event in self._replacements.note_taken_back(world, time.monotonic()):
             self._decide(world, event)
         if rank is None:
             return

@@ -9,22 +9,24 @@ the other ranks are not affected if it ends.
 [Note: no endless replacement] `--max-replacements` limits the number of replacement processes in a
 job. If a process ends by itself before it has joined, another one would end in the same way, so its
 rank is given up. A process that does not join although the other ranks have met it is killed after
-`JOINS_S`.
+`JOINS_S`. One that takes long to load is not killed, because it keeps no rank waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
-from echelon.launcher.coordinator.losses import LOST, Losses
+from echelon.launcher.coordinator.losses import LOST, Losses, named
 from echelon.launcher.coordinator.world import World
+from echelon.launcher.job.report import Report
 from echelon.launcher.options.options import Options
 from echelon.recorder.continuation import REPLACE
 
+STARTS_S = 600.0  # from the start of a process to the line about its taking so long
 JOINS_S = 120.0  # from the meeting of the other ranks to the state's arrival
 _EXITS_S = 20.0  # for a dismissed process, on a busy machine
 
@@ -41,7 +43,8 @@ class _Place:
     """The place of one lost rank.
 
     Attributes:
-        until_s: the time at which the process is killed or, after a kill, no longer awaited.
+        until_s: the time at which the process is killed or, after a kill, no longer awaited. While
+            the process loads the program, the time at which it is reported.
         is_killed: whether the node was told to kill the dismissed process.
     """
 
@@ -57,6 +60,7 @@ class Replacements:
         losses: the object that publishes the epochs with which the processes join.
         send: a function that sends a command to a node.
         say: a function that prints a line.
+        report: the job's report, to which each rank that is not replaced is added.
         joins_s: how long an admitted process may take to join, once other ranks wait for it.
     """
 
@@ -66,6 +70,7 @@ class Replacements:
         losses: Losses,
         send: Callable[[str, m.Command], None],
         say: Callable[[str], None],
+        report: Report,
         joins_s: float = JOINS_S,
     ) -> None:
         self._is_on = options.on_loss == REPLACE
@@ -73,6 +78,7 @@ class Replacements:
         self._losses = losses
         self._send = send
         self._say = say
+        self._report = report
         self._joins_s = joins_s
         self._num_started = 0  # in this job
         self._attempt = -1
@@ -109,12 +115,32 @@ class Replacements:
         self._follow(world)
         if not self._is_on:
             return
+        absent = [rank for rank in ended if world.node_of(rank) not in world.present]
+        self._give_up(world, absent, "its node was lost")
         for rank, code in ended.items():
+            if rank in absent:
+                continue
             self._places.pop(rank, None)
-            if code >= 0:  # it was to join, and failed
-                self._say(f"rank {rank} is not replaced again: {decide.describe_code(code)}")
-            elif world.node_of(rank) in world.present:
+            if code < 0:
                 self._places[rank] = _Place()
+            else:  # it was to join, and failed
+                self._give_up(world, [rank], f"its replacement {decide.describe_code(code)}")
+
+    def _give_up(
+        self, world: World, ranks: Sequence[int], why: str, line: str | None = None
+    ) -> None:
+        """Report that ranks are not replaced.
+
+        Args:
+            line: the line to print instead of the usual one.
+        """
+        for rank in ranks:
+            self._places.pop(rank, None)
+            entry = {"attempt": world.number, "rank": rank, "why": why}
+            self._report.not_replaced.append(entry)
+        if ranks:
+            verb = "is" if len(ranks) == 1 else "are"
+            self._say(line or f"{named(ranks)} {verb} not replaced: {why}")
 
     def set_aside(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return those of the lost ranks whose folders are to be set aside for new processes.
@@ -124,14 +150,24 @@ class Replacements:
         wanted = self._at(_Stage.WANTED)[: self._max - self._num_started]
         return {rank: self._numbers.get(rank, 0) for rank in ranks if rank in wanted}
 
-    def note_ended(self, world: World, rank: int, code: int) -> decide.JoinerEnded:
-        """Handle the end of a process that had not joined. The ranks may be running or stopping."""
+    def note_ended(self, world: World, rank: int, code: int, error: str = "") -> decide.JoinerEnded:
+        """Handle the end of a process that had not joined. The ranks may be running or stopping.
+
+        Args:
+            error: the reason why the process could not be started; "" if it was started.
+        """
         stage = self._places.pop(rank).stage
-        if stage is _Stage.STARTED and world.attempt.phase is decide.Phase.RUNNING:
-            how = "was lost with its node" if code == LOST else decide.describe_code(code)
-            self._say(f"the replacement of rank {rank} {how} before it joined")
-            if code < 0 and code != LOST:
-                self._places[rank] = _Place()
+        if stage is not _Stage.STARTED or world.attempt.phase is not decide.Phase.RUNNING:
+            return decide.JoinerEnded(rank)
+        how = "was lost with its node" if code == LOST else decide.describe_code(code)
+        line = f"the replacement of rank {rank} {how} before it joined"
+        if error:
+            self._give_up(world, [rank], f"no process could be started: {error}")
+        elif code < 0 and code != LOST:
+            self._say(line)
+            self._places[rank] = _Place()
+        else:
+            self._give_up(world, [rank], f"its replacement {how} before it joined", line)
         return decide.JoinerEnded(rank)
 
     def step(self, world: World, now_s: float, *, may_start: bool) -> list[decide.Event]:
@@ -143,27 +179,25 @@ class Replacements:
         events = self._watch(world, now_s)
         events += self._admit(world)
         if may_start:
-            events += self._start(world)
+            events += self._start(world, now_s)
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
         """Give up the places whose nodes were lost before a process was started."""
-        for rank in self._at(_Stage.WANTED):
-            if world.node_of(rank) not in world.present:
-                del self._places[rank]
+        wanted = self._at(_Stage.WANTED)
+        gone = [rank for rank in wanted if world.node_of(rank) not in world.present]
+        self._give_up(world, gone, "its node was lost")
 
-    def _start(self, world: World) -> list[decide.Event]:
+    def _start(self, world: World, now_s: float) -> list[decide.Event]:
         events: list[decide.Event] = []
         for rank in self._at(_Stage.WANTED):
             if self._num_started >= self._max:
-                del self._places[rank]
-                self._say(
-                    f"rank {rank} is not replaced: --max-replacements allows {self._max} in a job"
-                )
+                why = f"--max-replacements allows {self._max} in a job"
+                self._give_up(world, [rank], why)
                 continue
             self._num_started += 1
             self._numbers[rank] = self._numbers.get(rank, 0) + 1
-            self._places[rank].stage = _Stage.STARTED
+            self._places[rank] = _Place(_Stage.STARTED, now_s + STARTS_S)
             self._losses.forget_standing(rank)
             replace = m.Replace(attempt=world.number, rank=rank, epoch=self._losses.newest)
             self._send(world.node_of(rank), replace)
@@ -176,18 +210,20 @@ class Replacements:
         if not ready or not self._losses.admit(world, ready):
             return []
         for rank in ready:
-            self._places[rank].stage = _Stage.ADMITTED
+            self._places[rank] = _Place(_Stage.ADMITTED)
         return [decide.JoinerAdmitted(rank) for rank in ready]
 
     def _at(self, stage: _Stage) -> list[int]:
         return [rank for rank, place in self._places.items() if place.stage is stage]
 
     def _watch(self, world: World, now_s: float) -> list[decide.Event]:
-        """Forget the processes that have joined; kill those that take too long."""
+        """Forget the processes that have joined; report or kill those that take too long."""
         delaying = self._losses.delayed_by(world)
         events: list[decide.Event] = []
         for rank, place in list(self._places.items()):
-            if place.stage is _Stage.ADMITTED and self._losses.has_joined(rank):
+            if place.stage is _Stage.STARTED:
+                self._watch_start(world, rank, now_s)
+            elif place.stage is _Stage.ADMITTED and self._losses.has_joined(rank):
                 del self._places[rank]
             elif place.stage is _Stage.ADMITTED and rank not in delaying:
                 place.until_s = float("inf")
@@ -196,6 +232,17 @@ class Replacements:
             elif now_s >= place.until_s:
                 events += self._end(world, rank, now_s)
         return events
+
+    def _watch_start(self, world: World, rank: int, now_s: float) -> None:
+        """Report, once, that a process takes long until it is ready to join."""
+        place = self._places[rank]
+        if now_s < place.until_s:
+            return
+        place.until_s = float("inf")
+        if not self._losses.is_waiting(world, rank):
+            self._say(
+                f"the replacement of rank {rank} has not been ready to join for {STARTS_S:g} s"
+            )
 
     def _end(self, world: World, rank: int, now_s: float) -> list[decide.Event]:
         """Kill a process that takes too long; stop waiting for one that survives SIGKILL."""
@@ -234,7 +281,7 @@ class Replacements:
         if waiting:
             self._losses.dismiss(world, waiting)
         for rank in ranks:
-            self._dismissed(rank, now_s)
+            self._dismissed(world, rank, now_s)
             if rank not in waiting:
                 self._places[rank].is_killed = True
                 self._kill(world, rank)
@@ -249,15 +296,16 @@ class Replacements:
         for rank in (*self._at(_Stage.STARTED), *self._at(_Stage.DISMISSED)):
             self._kill(world, rank)
 
-    def note_taken_back(self, now_s: float) -> list[decide.Event]:
+    def note_taken_back(self, world: World, now_s: float) -> list[decide.Event]:
         """Handle admissions that `Losses` has taken back; return events for the attempt."""
         gone = [rank for rank in self._at(_Stage.ADMITTED) if not self._losses.is_admitted(rank)]
         for rank in gone:
-            self._dismissed(rank, now_s)
+            self._dismissed(world, rank, now_s)
         return [decide.JoinerStarted(rank) for rank in gone]
 
-    def _dismissed(self, rank: int, now_s: float) -> None:
-        place = self._places[rank]
-        if place.stage is not _Stage.DISMISSED:
-            place.stage, place.until_s = _Stage.DISMISSED, now_s + _EXITS_S
-            self._say(f"rank {rank} is not replaced any more: the other ranks have finished")
+    def _dismissed(self, world: World, rank: int, now_s: float) -> None:
+        if self._places[rank].stage is _Stage.DISMISSED:
+            return
+        why = "the other ranks have finished"
+        self._give_up(world, [rank], why, f"rank {rank} is not replaced any more: {why}")
+        self._places[rank] = _Place(_Stage.DISMISSED, now_s + _EXITS_S)

@@ -61,6 +61,7 @@ class Report:
     attempts: int = 0
     decisions: list[dict[str, Any]] = field(default_factory=list)  # what followed failed attempts
     continuations: list[dict[str, Any]] = field(default_factory=list)  # after losses
+    not_replaced: list[dict[str, Any]] = field(default_factory=list)  # lost ranks, and why
     stopped: dict[str, Any] | None = None  # where the job stood, if a signal ended it
     ended_by: EndedBy = EndedBy.AGENT  # a success must be set explicitly
     exit_code: int = 1
@@ -81,6 +82,7 @@ class Report:
                 "ranks": [{"rank": r.rank, "exit_code": r.code} for r in self.ranks],
                 "decisions": self.decisions,
                 "continuations": self.continuations,
+                "not_replaced": self.not_replaced,
                 "stopped": self.stopped,
                 "incidents": [
                     {

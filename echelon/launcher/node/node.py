@@ -242,10 +242,23 @@ class NodeAgent:
             self._launch(start, joins, local_rank)
         except LaunchError as err:
             self._say(f"rank {command.rank}: {err}")
-            self._note_end(self._workers[local_rank], _NOT_STARTED, time.monotonic_ns())
+            self._note_not_started(command, str(err), old)
             return
         how = "a standby" if local_rank in self._taken else "a new process"
         self._say(f"{how} takes the place of rank {command.rank}")
+
+    def _note_not_started(self, command: m.Replace, error: str, old: Worker) -> None:
+        """Report that a lost rank's replacement could not be started."""
+        worker = next(one for one in self._workers if one.rank == command.rank)
+        if worker is not old:
+            worker.start_error = error
+            self._note_end(worker, _NOT_STARTED, time.monotonic_ns())
+            return
+        self._tell(
+            m.WorkerEnded(
+                attempt=command.attempt, rank=command.rank, code=_NOT_STARTED, error=error
+            )
+        )
 
     def _set_aside(self, worker: Worker) -> None:
         """Rename the folder of a rank that was lost, and forget its ring."""
@@ -375,8 +388,12 @@ class NodeAgent:
     def _release(self, local_rank: int) -> None:
         """Let a standby run the program as a rank."""
         standby, env, _ = self._taken.pop(local_rank)
-        has_stdin = self._workers[local_rank].rank == self._options.stdin_rank
-        standby.release(env, str(Path.cwd()), has_stdin=has_stdin)
+        rank = self._workers[local_rank].rank
+        try:
+            standby.release(env, str(Path.cwd()), has_stdin=rank == self._options.stdin_rank)
+        except OSError as err:
+            self._say(f"rank {rank}: its standby cannot run the program: {err.strerror or err}")
+            self._guard.signal(local_rank, signal.SIGKILL)
 
     def _replace_standby(self, local_rank: int) -> bool:
         """Start a rank as usual after its standby has ended; return whether it was started."""
@@ -676,7 +693,11 @@ class NodeAgent:
             self._laps.read(worker)  # its last steps
         if self._standings is not None:
             self._standings.look()  # before the end that it explains
-        self._tell(m.WorkerEnded(attempt=self._start.attempt, rank=worker.rank, code=code))
+        self._tell(
+            m.WorkerEnded(
+                attempt=self._start.attempt, rank=worker.rank, code=code, error=worker.start_error
+            )
+        )
 
     def _add_stream(
         self, number: int, pipe: int, source: Source, folder: Path, local_rank: int

@@ -49,7 +49,7 @@ class _Job:
         self.losses = Losses(options, self.directory, self.store, self.report, self.said.append)
         self.replacements = Replacements(
             options, self.losses, lambda _, command: self.sent.append(command), self.said.append,
-            joins_s=5.0,
+            self.report, joins_s=5.0,
         )  # fmt: skip
         node = Node(name=options.node_name, host="here", num_workers=_SIZE)
         self.node = node.name
@@ -76,7 +76,7 @@ class _Job:
 
     def step(self, now_s: float = 0.0, *, may_start: bool = True) -> list[decide.Action]:
         self.losses.look(self.world)
-        events = self.replacements.note_taken_back(now_s)
+        events = self.replacements.note_taken_back(self.world, now_s)
         events += self.replacements.step(self.world, now_s, may_start=may_start)
         return [action for event in events for action in self.world.attempt.on(event, now_s)]
 
@@ -97,6 +97,10 @@ class _Job:
         self.step()
         self.world.note_ended(rank, 0)
         return self.world.attempt.on(decide.WorkerEnded(rank, 0), 0.0)
+
+    def given_up(self) -> list[tuple[int, str]]:
+        """Return the ranks that report.json lists as not replaced, with the reason."""
+        return [(one["rank"], one["why"]) for one in self.report.not_replaced]
 
     @property
     def newest(self) -> Epoch:
@@ -250,6 +254,8 @@ def test_a_process_that_ends_before_it_joins_is_no_loss(job, code, how, retries)
     job.step()
     assert len(job.sent) == (2 if retries else 1)
     assert job.newest.number == 1
+    why = "its replacement exited with code 1 before it joined"
+    assert job.given_up() == ([] if retries else [(1, why)])
 
 
 def test_an_error_of_an_admitted_process_is_a_loss_that_is_not_replaced(job):
@@ -262,6 +268,36 @@ def test_an_error_of_an_admitted_process_is_a_loss_that_is_not_replaced(job):
     job.step()
     assert len(job.sent) == 1
     assert not job.replacements.is_busy
+    assert job.said[-1] == "rank 1 is not replaced: its replacement exited with code 1"
+    assert job.given_up() == [(1, "its replacement exited with code 1")]
+
+
+def test_a_process_that_a_node_cannot_start_is_not_tried_again(job):
+    """Its node has too few descriptors, or its disk is full."""
+    _lose_and_continue(job)
+    job.step()
+    job.replacements.note_ended(job.world, 1, 127, "cannot start worker 1: Too many open files")
+    why = "no process could be started: cannot start worker 1: Too many open files"
+    assert job.said[-1] == f"rank 1 is not replaced: {why}"
+    assert job.given_up() == [(1, why)]
+    job.step()
+    assert len(job.sent) == 1
+    assert not job.replacements.is_busy
+
+
+def test_one_line_says_that_a_process_takes_long_to_load(job):
+    _lose_and_continue(job)
+    job.step(now_s=0.0)
+    job.step(now_s=599.0)
+    said = len(job.said)
+    for now_s in (600.0, 601.0, 5000.0):
+        job.step(now_s=now_s)
+    assert job.said[said:] == ["the replacement of rank 1 has not been ready to join for 600 s"]
+    job.wait(1)
+    job.step(now_s=5001.0)
+    assert job.newest.joins == (1,)
+    job.step(now_s=9000.0)
+    assert len(job.said) == said + 1
 
 
 def test_replacements_are_limited(tmp_path, monkeypatch):
@@ -272,6 +308,7 @@ def test_replacements_are_limited(tmp_path, monkeypatch):
     job.step()
     assert len(job.sent) == 1
     assert job.said[-1] == "rank 1 is not replaced: --max-replacements allows 1 in a job"
+    assert job.given_up() == [(1, "--max-replacements allows 1 in a job")]
 
 
 def test_the_folders_that_will_be_set_aside_are_those_of_ranks_that_are_replaced(
@@ -291,6 +328,8 @@ def test_a_rank_of_a_lost_node_is_not_replaced(job):
     job.world.lost.append(job.node)
     assert job.lose(1, LOST)
     assert not job.replacements.is_busy
+    assert job.said[-1] == "rank 1 is not replaced: its node was lost"
+    assert job.given_up() == [(1, "its node was lost")]
 
 
 def test_a_process_that_waits_is_dismissed_when_the_others_have_finished(job):
@@ -304,6 +343,7 @@ def test_a_process_that_waits_is_dismissed_when_the_others_have_finished(job):
     assert job.newest.dismissed == (1,)
     assert job.sent[1:] == []
     assert job.said[-1] == "rank 1 is not replaced any more: the other ranks have finished"
+    assert job.given_up() == [(1, "the other ranks have finished")]
     (over,) = job.world.attempt.on(job.replacements.note_ended(job.world, 1, 0), 0.0)
     assert isinstance(over, decide.EndAttempt)
     assert not over.failed
@@ -401,6 +441,7 @@ def test_nothing_is_said_of_a_process_that_ends_with_the_job_that_is_stopped(job
     job.world.attempt.on(decide.StopRequested(signal.SIGTERM), 0.0)
     job.replacements.note_ended(job.world, 1, -signal.SIGTERM)
     assert job.said[said:] == []
+    assert job.given_up() == []
     assert not job.replacements.is_busy
 
 
@@ -425,6 +466,7 @@ def test_a_place_is_given_up_when_its_node_is_lost_before_its_process_starts(job
     job.step()
     assert job.sent == []
     assert not job.replacements.is_busy
+    assert job.given_up() == [(1, "its node was lost")]
 
 
 class _Launcher:

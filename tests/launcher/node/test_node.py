@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
 from echelon.launcher.incident.worker import Occasion
 from echelon.launcher.job.rundir import RunDirectory
@@ -26,6 +27,8 @@ class _Guard:
         self._ends = os.pipe()
         self.environments: list[dict[str, str]] = []
         self.signals: list[tuple[int, int]] = []
+        self.told: list[m.Event] = []  # by the node
+        self.error = ""  # with which the next spawn fails
 
     def signal(self, index: int, number: int) -> None:
         self.signals.append((index, number))
@@ -38,6 +41,8 @@ class _Guard:
     def spawn(
         self, _: int, __: object, env: dict[str, str], *___: object, **____: object
     ) -> tuple[int, int]:
+        if self.error:
+            raise LaunchError(self.error)
         self.environments.append(env)
         pipes = [os.pipe(), os.pipe()]
         for _, write_end in pipes:
@@ -54,7 +59,7 @@ def node(tmp_path: Path):
     guard, selector = _Guard(), selectors.DefaultSelector()
     options = parse(["--no-python", "true"], {})
     made = NodeAgent(
-        options, RunDirectory(tmp_path, ""), guard, selector, lambda _: None, Terminal(),
+        options, RunDirectory(tmp_path, ""), guard, selector, guard.told.append, Terminal(),
         lambda _: None,
     )  # fmt: skip
     yield made
@@ -115,3 +120,28 @@ def test_a_pipe_that_torch_made_in_a_lost_ranks_folder_is_removed(node, tmp_path
     aside = tmp_path / "rank_0" / "lost_0_of_attempt_0"
     assert (aside / "stderr.log").exists()
     assert not (aside / pipe.name).exists()
+
+
+@pytest.mark.parametrize("where", ["folder", "process"])
+def test_a_process_that_cannot_be_started_in_a_lost_ranks_place_is_reported(
+    node, monkeypatch, where
+):
+    """The disk is full, or no descriptors are left. The lost rank's own end is not forgotten."""
+    node.start(replace(_start(0), on_loss="replace"))
+    (old,) = node._workers
+    old.pid, old.exit_code = 4321, -signal.SIGKILL
+    said, why = [], "no space is left"
+    monkeypatch.setattr(node, "_say", said.append)
+
+    def fail(*_):
+        raise LaunchError(why)
+
+    if where == "folder":
+        monkeypatch.setattr(node._directory, "make_rank_dir", fail)
+    else:
+        node._guard.error = why
+    node.replace(m.Replace(attempt=0, rank=0, epoch=1))
+    assert node._guard.told == [m.WorkerEnded(attempt=0, rank=0, code=127, error=why)]
+    assert not node.has_workers
+    assert old.exit_code == -signal.SIGKILL
+    assert said == [f"rank 0: {why}"]

@@ -105,7 +105,11 @@ class Waiting:
         return all((name in own) == (name in environ) for name in self._tested)
 
     def release(self, environ: Mapping[str, str], cwd: str, *, has_stdin: bool) -> None:
-        """Let the standby run the program. If the standby has already ended, nothing happens."""
+        """Let the standby run the program. If the standby has already ended, nothing happens.
+
+        Raises:
+            OSError: no descriptors are left, or no memory.
+        """
         with contextlib.ExitStack() as stack:
             stack.callback(self.control.close)
             file = os.memfd_create("echelon-standby", os.MFD_CLOEXEC)

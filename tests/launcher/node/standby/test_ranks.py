@@ -162,6 +162,23 @@ def test_a_rank_whose_standby_has_just_ended_starts_as_usual(node):
     assert [one.code for one in node.told if isinstance(one, m.WorkerEnded)] == [0]
 
 
+def test_a_standby_that_cannot_be_given_its_program_is_killed(node, monkeypatch):
+    """The node has no descriptors left; its launcher, and its other ranks, go on."""
+
+    said: list[str] = []
+
+    def fail(*_):
+        raise OSError(24, "Too many open files")
+
+    node.make_ready()
+    node.start(0)
+    monkeypatch.setattr(os, "memfd_create", fail)
+    monkeypatch.setattr(node.agent, "_say", said.append)
+    node.report(Started(0, 4321))
+    assert node.guard.signals == [(0, signal.SIGKILL)]
+    assert said == ["rank 0: its standby cannot run the program: Too many open files"]
+
+
 def test_it_does_not_start_any_more_once_the_attempt_is_stopped(node):
     node.make_ready()
     node.start(0)
