@@ -107,7 +107,7 @@ class _Host:
         from echelon.launcher.control.link import Mailbox
         from echelon.launcher.control.server import ControlServer
         from echelon.launcher.coordinator.coordinator import Coordinator
-        from echelon.launcher.coordinator.meeting import StoreProcess
+        from echelon.launcher.coordinator.gathering.meeting import StoreProcess
         from echelon.launcher.job.report import Report
         from echelon.launcher.job.rundir import RunDirectory
         from echelon.launcher.options.options import parse

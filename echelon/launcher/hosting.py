@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from echelon.launcher.control import messages as m
 from echelon.launcher.control.link import LocalLink, Mailbox
 from echelon.launcher.coordinator.coordinator import Coordinator
-from echelon.launcher.coordinator.meeting import StoreProcess
+from echelon.launcher.coordinator.gathering.meeting import StoreProcess
 from echelon.launcher.coordinator.observers import JobEnded, Observers
 from echelon.launcher.election.mandate import WITNESS
 from echelon.launcher.goodput.book import Book

@@ -24,19 +24,19 @@ from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator import observers as o
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import EndedBy
-from echelon.launcher.coordinator.hung import DIES_S, HungRanks
+from echelon.launcher.coordinator.gathering.meeting import MeetingPlace
+from echelon.launcher.coordinator.gathering.membership import Membership
+from echelon.launcher.coordinator.gathering.roster import Node, Roster
+from echelon.launcher.coordinator.gathering.starting import starts_of, world_of
+from echelon.launcher.coordinator.gathering.waiting import why_roster_waits, why_world_waits
 from echelon.launcher.coordinator.incidents import Incidents
-from echelon.launcher.coordinator.losses import LOST, Losses
-from echelon.launcher.coordinator.meeting import MeetingPlace
-from echelon.launcher.coordinator.membership import Membership
+from echelon.launcher.coordinator.loss.hung import DIES_S, HungRanks
+from echelon.launcher.coordinator.loss.losses import LOST, Losses
+from echelon.launcher.coordinator.loss.replacing import Replacements
 from echelon.launcher.coordinator.observers import Observers
-from echelon.launcher.coordinator.probing import Probing
-from echelon.launcher.coordinator.replacing import Replacements
-from echelon.launcher.coordinator.restarting import Restarting
-from echelon.launcher.coordinator.roster import Node, Roster
+from echelon.launcher.coordinator.restart.probing import Probing
+from echelon.launcher.coordinator.restart.restarting import Restarting
 from echelon.launcher.coordinator.stalls import Stalls
-from echelon.launcher.coordinator.starting import starts_of, world_of
-from echelon.launcher.coordinator.waiting import why_roster_waits, why_world_waits
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import NOT_CONCLUDED, Incident, Report
 from echelon.launcher.job.resume import POLL_S, Search

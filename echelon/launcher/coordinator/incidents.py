@@ -19,7 +19,7 @@ from echelon.launcher.coordinator.observers import (
     StallCleared,
     VerdictKnown,
 )
-from echelon.launcher.coordinator.probing import evidence
+from echelon.launcher.coordinator.restart.probing import evidence
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.incident.collection import Collection
 from echelon.launcher.incident.verdicts import Verdicts

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from echelon.launcher.coordinator.decide import Phase, StallExamined
-from echelon.launcher.coordinator.hung import HungRanks, computing
+from echelon.launcher.coordinator.loss.hung import HungRanks, computing
 from echelon.launcher.coordinator.policy.failure import UNKNOWN, without
 from echelon.launcher.coordinator.policy.judging import failure_of
 from echelon.launcher.coordinator.policy.table import PATIENCE, may_pass

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
-from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.coordinator.gathering.roster import Node
 from echelon.launcher.job.report import Ended
 from echelon.launcher.limits.rule import LimitRule, Look, View
 from echelon.recorder.stall.watchdog import Sight, Stall, StallRule

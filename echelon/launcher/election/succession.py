@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.control.endpoint import join
-from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.coordinator.gathering.roster import Node
 from echelon.launcher.election.fences import Fences
 from echelon.launcher.election.lease import now_s
 from echelon.launcher.election.mandate import WITNESS, Mandate, Member, pack_mandate

@@ -13,8 +13,8 @@ from typing import Any
 
 from typing_extensions import Self
 
-from echelon.launcher.coordinator.losses import LOST, Losses
-from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.coordinator.gathering.roster import Node
+from echelon.launcher.coordinator.loss.losses import LOST, Losses
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory

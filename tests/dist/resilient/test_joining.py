@@ -18,7 +18,7 @@ from echelon.dist.resilient.training.replicated import Training
 from echelon.dist.resilient.training.world import World
 from echelon.errors import CollectiveError, PeerLostError, StoreTimeoutError
 from echelon.host.identity import process_identity
-from echelon.launcher.coordinator.replacing import JOINS_S
+from echelon.launcher.coordinator.loss.replacing import JOINS_S
 from echelon.recorder.continuation import Epoch, read_standing
 
 

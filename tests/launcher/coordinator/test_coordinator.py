@@ -9,10 +9,10 @@ import time
 import pytest
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.coordinator import restarting
 from echelon.launcher.coordinator.decide import EndedBy
 from echelon.launcher.coordinator.observers import AttemptEnded
 from echelon.launcher.coordinator.policy import policy
+from echelon.launcher.coordinator.restart import restarting
 from echelon.launcher.election.mandate import Mandate, Member
 from echelon.launcher.election.takeover import Inheritance
 from echelon.launcher.incident import verdicts

@@ -9,9 +9,9 @@ import pytest
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator.decide import StallExamined, StopRequested
-from echelon.launcher.coordinator.hung import DIES_S, HungRanks
+from echelon.launcher.coordinator.gathering.roster import Node
+from echelon.launcher.coordinator.loss.hung import DIES_S, HungRanks
 from echelon.launcher.coordinator.policy.failure import Failure
-from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.stalls import VERDICT_S, Stalls
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Incident

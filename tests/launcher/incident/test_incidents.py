@@ -10,8 +10,8 @@ import pytest
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import incidents as incidents_module
-from echelon.launcher.coordinator.restarting import VERDICT_S
-from echelon.launcher.coordinator.waiting import why_roster_waits
+from echelon.launcher.coordinator.gathering.waiting import why_roster_waits
+from echelon.launcher.coordinator.restart.restarting import VERDICT_S
 from echelon.launcher.incident import verdicts as verdicts_module
 from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 from tests.launcher.coordinator.jobs import Job, JobStore

@@ -11,10 +11,10 @@ from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import StallExamined
-from echelon.launcher.coordinator.hung import DIES_S
-from echelon.launcher.coordinator.losses import Losses
+from echelon.launcher.coordinator.gathering.roster import Node
+from echelon.launcher.coordinator.loss.hung import DIES_S
+from echelon.launcher.coordinator.loss.losses import Losses
 from echelon.launcher.coordinator.policy.judging import failure_of, incident_of
-from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.world import LostEarlier, World
 from echelon.launcher.incident import verdicts
 from echelon.launcher.job.report import Incident, Report

@@ -24,7 +24,7 @@ from time import monotonic_ns
 from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
-from echelon.launcher.coordinator.meeting import MeetingPlace
+from echelon.launcher.coordinator.gathering.meeting import MeetingPlace
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Ended, Report
 from echelon.launcher.job.rundir import RunDirectory

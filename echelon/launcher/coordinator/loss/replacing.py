@@ -20,7 +20,7 @@ from enum import Enum
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
-from echelon.launcher.coordinator.losses import LOST, Losses, named
+from echelon.launcher.coordinator.loss.losses import LOST, Losses, named
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Report
 from echelon.launcher.options.options import Options

@@ -10,10 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.coordinator import decide, losses
-from echelon.launcher.coordinator.losses import LOST, Losses
-from echelon.launcher.coordinator.replacing import Replacements
-from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.gathering.roster import Node
+from echelon.launcher.coordinator.loss import losses
+from echelon.launcher.coordinator.loss.losses import LOST, Losses
+from echelon.launcher.coordinator.loss.replacing import Replacements
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory

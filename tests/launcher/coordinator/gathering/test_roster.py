@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launcher.coordinator.roster import Node, Roster
+from echelon.launcher.coordinator.gathering.roster import Node, Roster
 
 
 def _node(name: str, *, host: str = "", rank: int = -1, is_host: bool = False) -> Node:

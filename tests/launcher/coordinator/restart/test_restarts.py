@@ -7,7 +7,7 @@ import pytest
 from echelon.launcher.coordinator.decide import EndAttempt, EndedBy
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.policy import Action
-from echelon.launcher.coordinator.restarts import FREE_LOSSES, SHORT_S, Restarts
+from echelon.launcher.coordinator.restart.restarts import FREE_LOSSES, SHORT_S, Restarts
 
 _FAILED = EndAttempt(EndedBy.WORKER, failed=True)
 _LOSS = {"lost": True, "left": False, "num_nodes": 2, "low": 1}

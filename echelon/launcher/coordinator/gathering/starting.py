@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.control.conf import beat_s
-from echelon.launcher.coordinator.meeting import MeetingPlace
-from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.coordinator.gathering.meeting import MeetingPlace
+from echelon.launcher.coordinator.gathering.roster import Node
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.options.options import Options
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from echelon.launcher.control import messages as m
+from echelon.launcher.coordinator.gathering.roster import Node, Roster
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.probes import PATIENCE_S, probes_for, tries_of, wait_s
-from echelon.launcher.coordinator.roster import Node, Roster
 from echelon.launcher.doctor.probes.finding import (
     DEADLINE_S,
     LISTEN,

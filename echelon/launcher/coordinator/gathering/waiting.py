@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from echelon.launcher.coordinator import decide
-from echelon.launcher.coordinator.roster import Roster
+from echelon.launcher.coordinator.gathering.roster import Roster
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.options.options import Options
 

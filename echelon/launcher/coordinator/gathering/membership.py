@@ -12,8 +12,8 @@ from collections.abc import Callable
 from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator.decide import EndedBy
-from echelon.launcher.coordinator.meeting import MeetingPlace
-from echelon.launcher.coordinator.roster import Node, Roster
+from echelon.launcher.coordinator.gathering.meeting import MeetingPlace
+from echelon.launcher.coordinator.gathering.roster import Node, Roster
 from echelon.launcher.options.options import Options
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.coordinator.losses import Losses
+from echelon.launcher.coordinator.loss.losses import Losses
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.table import row_for
 from echelon.launcher.coordinator.world import World

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from echelon.launcher.control import messages as m
+from echelon.launcher.coordinator.gathering.roster import Node, Roster
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.probes import PATIENCE_S
-from echelon.launcher.coordinator.probing import Probing, evidence
-from echelon.launcher.coordinator.roster import Node, Roster
+from echelon.launcher.coordinator.restart.probing import Probing, evidence
 from echelon.launcher.doctor.probes.finding import LISTEN, Finding, State, Task
 from echelon.launcher.options.options import parse
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from echelon.launcher.coordinator.decide import EndAttempt
+from echelon.launcher.coordinator.gathering.roster import Roster
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.judging import failure_of, incident_of
 from echelon.launcher.coordinator.policy.memory import Memory, pack, unpack
 from echelon.launcher.coordinator.policy.policy import Action, Decision
-from echelon.launcher.coordinator.restarts import Restarts
-from echelon.launcher.coordinator.roster import Roster
+from echelon.launcher.coordinator.restart.restarts import Restarts
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.incident.verdicts import Verdicts
 from echelon.launcher.job.report import Incident, Report

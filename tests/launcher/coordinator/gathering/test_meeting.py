@@ -10,7 +10,7 @@ import time
 import pytest
 
 from echelon.errors import LaunchError
-from echelon.launcher.coordinator.meeting import StoreProcess
+from echelon.launcher.coordinator.gathering.meeting import StoreProcess
 
 _WAIT_S = 60.0
 
