@@ -9,7 +9,7 @@ ranks unexplained, further roots are chosen for them.
 [Note: certainty of an observation, certainty of a choice] A rule may be certain of its observation
 while the choice of the root remains uncertain. For example, a rank was certainly killed, but
 another failure may have caused the kill. This module lowers the confidence if a rival proposal
-explains equally many ranks.
+explains just as many ranks.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Hosting:
         self._store = store
 
     def begin(self, succession: Succession | None = None) -> None:
-        """Create the coordinator. The store must have been started."""
+        """Create the coordinator. The store must already be running."""
         assert self._store is not None
         self.succession = succession
         options, shown = self._options, str(self._directory.shown)

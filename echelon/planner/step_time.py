@@ -28,8 +28,8 @@ class StepTime:
 
     Attributes:
         compute: the computation time of the rank that has the most to compute.
-        tensor: the time spent in tensor parallelism's collectives.
-        exposed: the time spent in gathers and reductions that computation does not hide.
+        tensor: the time spent in tensor-parallel collectives.
+        exposed: the time spent in gathers and reductions that are not hidden by computation.
         bubble: the time that this rank spends waiting for other stages and for messages between
             stages.
         optimizer: the time to read and write the optimizer's state.

@@ -53,7 +53,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
 
     @property
     def parts(self) -> Sequence[Work]:
-        """The underlying works."""
+        """The underlying `Work` objects."""
         return self._parts
 
     def take_finish(self) -> Finish | None:

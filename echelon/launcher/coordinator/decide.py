@@ -2,7 +2,7 @@
 
     RUNNING --a worker fails--> SETTLING --0.5 s, or all ended--> STOPPING --backstop--> KILLING
        |                                                             ^                     |
-       +--a stall that lasts, with `stop`; a signal; a leave---------+          30 s: give up
+       +--a lasting stall (with `stop`), a signal, a node leaving----+          30 s: give up
        +--all succeeded--> over                     all ended in any phase: over <---------+
 
 After the first failure there is a pause, in which the other ranks can report how they ended. A
@@ -15,9 +15,9 @@ after a pause of the same length. A process that replaces a lost worker is not a
 been admitted. If the process ends before that, nothing changes for the workers. If no worker is
 left, the process is dismissed.
 
-Each node measures the grace period between SIGTERM and SIGKILL by itself. The coordinator's
-backstop is only for a node that does not kill its workers in time. A second request to stop may
-change the outcome but not the grace period.
+Each node times the grace period between SIGTERM and SIGKILL on its own. The coordinator's backstop
+exists only for nodes that do not kill their workers in time. A second request to stop may change
+the outcome but not the grace period.
 """
 
 from __future__ import annotations

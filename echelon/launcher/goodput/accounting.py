@@ -29,7 +29,7 @@ from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent
 
 
 class Category(Enum):
-    """The categories of a rank's time."""
+    """The categories into which a rank's time is divided."""
 
     USEFUL = "useful"
     WAITING = "waiting"

@@ -25,7 +25,7 @@ _SYS = Path("/sys")
 
 
 def bind(mode: str, num_workers: int, environ: Mapping[str, str]) -> list[frozenset[int]]:
-    """Return the processors of each worker, in the order of local ranks.
+    """Return each worker's processors, in local-rank order.
 
     Raises:
         LaunchError: there are too few processors for this binding.
@@ -53,7 +53,7 @@ class Topology:
         self._allowed = allowed
 
     def bind(self, mode: str, num_workers: int, gpus: Sequence[int]) -> list[frozenset[int]]:
-        """Return the processors of each worker, in the order of local ranks.
+        """Return each worker's processors, in local-rank order.
 
         Args:
             gpus: the NUMA node of each GPU.

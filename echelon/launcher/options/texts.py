@@ -136,7 +136,7 @@ def whole(text: str) -> int:
 
 
 def receiver(text: str) -> str:
-    """Check the receiver of notices: a shell command, or a URL with a host."""
+    """Check a notification target: a shell command, or a URL with a host."""
     if not text.strip():
         raise argparse.ArgumentTypeError("expected a command or a URL")
     if _is_web(text):

@@ -310,7 +310,7 @@ class _PushedWatch(Watch):
 
 
 class _Leases:
-    """The presences of one client. A thread renews their leases."""
+    """The presence entries of one client. A background thread renews their leases."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -91,7 +91,7 @@ def norm_of(sums: Mapping[str, float]) -> float:
 
 
 def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:
-    """Return the sum of squares of each sharded parameter that has a gradient.
+    """Return, for each sharded parameter that has a gradient, the sum of the gradient's squares.
 
     Every rank sends one message per group, which covers all units of the group.
     """

@@ -190,7 +190,7 @@ def _gaps(layout: Layout) -> list[slice]:
 
 
 def _memory_of(sums: TreeSums) -> torch.Tensor:
-    """Return the memory of a vector that has been sent, or else new memory."""
+    """Return the memory of a vector that has already been sent, or new memory if there is none."""
     for _, vector in sums.nodes():
         return vector
     return torch.empty(sums.numel, dtype=sums.dtype, device=sums.device)

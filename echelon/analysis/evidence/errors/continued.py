@@ -132,7 +132,7 @@ class Continuation:
 
 
 def _keys(rows: Rows) -> npt.NDArray[np.int64]:
-    """Return a number that identifies each row's collective: [num_rows]."""
+    """Return, for each row, a number that identifies its collective: [num_rows]."""
     groups = rows["group"].astype(np.int64) << _SEQUENCE_BITS
     return np.asarray(groups | rows["sequence"], np.int64)
 

@@ -77,7 +77,7 @@ class WaitGraph:
 
     @cached_property
     def waiting(self) -> frozenset[int]:
-        """The ranks inside any operation."""
+        """The ranks that are inside an operation."""
         return frozenset(rank for wait in self.waits for rank in wait.waiting)
 
     @cached_property

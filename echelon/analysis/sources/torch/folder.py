@@ -34,10 +34,10 @@ _MAX_LOST = 8  # ranks that the sizes of the groups may add: at most one host's
 
 
 def load_torch(path: Path) -> Evidence:
-    """Load all dumps below a folder.
+    """Load all dumps under a folder.
 
     Raises:
-        DumpFormatError: dumps exist, but none of the dumps can be read.
+        DumpFormatError: dumps exist, but none can be read.
         ValueError: nothing in the folder looks like a dump.
     """
     chosen, doubles = _choose(path)

@@ -28,7 +28,7 @@ class DeviceClock:
         self._tie = self._make_tie()
 
     def tie(self) -> Tie:
-        """Return a recent tie between the clocks. Call this before recording a timed event."""
+        """Return a recent event whose host time is known. Call this before each timed event."""
         if time.monotonic_ns() - self._tie[1] > _TIE_AGAIN_NS:
             self._tie = self._make_tie()
         return self._tie

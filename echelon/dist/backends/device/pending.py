@@ -141,8 +141,8 @@ class DevicePending:
     def wait(self, timeout_s: float | None) -> bool:
         """Block until the operation is enqueued, and make the caller's streams wait for it.
 
-        The first operation may block until other ranks have called it. For a detached operation,
-        the method returns at once.
+        The first operation on a group may block until the other ranks have issued it too. For a
+        detached operation, the method returns at once.
         """
         if self.is_detached:  # made from a copy, and no result comes of it
             return True

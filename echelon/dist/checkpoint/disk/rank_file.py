@@ -93,7 +93,7 @@ class RankFileReader:
             raise self._error(f"the file has {size} bytes, but {stored.num_bytes} were saved")
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with bytes of the file, starting at `offset`."""
+        """Fill `target` with bytes from the file, starting at `offset`."""
         while target:
             block, skip = divmod(offset, BLOCK_BYTES)
             length = min(len(target), self._size_of(block) - skip)

@@ -14,7 +14,7 @@ class SaveSchedule:
     """A schedule that makes checkpoints due at the same steps on all ranks.
 
     Time is measured on rank 0's clock, from the last step at which a checkpoint was due. With
-    `every_s` and the groups of torch.distributed, each step costs a small all_gather.
+    `every_s` and torch.distributed groups, each step costs a small all_gather.
 
     Args:
         every_steps: a checkpoint is due after every step whose number is a multiple of this number.

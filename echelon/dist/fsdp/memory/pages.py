@@ -53,7 +53,7 @@ class Pages:
         return idle + storage.payload_bytes <= self._limit()
 
     def supply(self, storage: HostStorage) -> None:
-        """Give a storage idle memory of the right size, if such memory exists."""
+        """Assign idle memory of the right size to a storage, if any is available."""
         if storage in self._idle:
             self._idle.remove(storage)
             return

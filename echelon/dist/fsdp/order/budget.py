@@ -1,8 +1,8 @@
-"""Limit the memory that sharding may use in addition to the unit that is computing.
+"""Limit the memory that sharding may use beyond that of the unit being computed.
 
 A third of the budget is reserved for each of three uses: units gathered ahead, gradients being
 reduced, and idle memory for the next gather. Decisions depend only on the sizes and the order of
-the units, so all ranks decide in the same way. One unit may always be gathered ahead, and one
+the units, so all ranks make the same decisions. One unit may always be gathered ahead, and one
 reduction may always be in progress while the next one begins.
 """
 

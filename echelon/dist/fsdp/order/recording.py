@@ -73,10 +73,10 @@ class Recording:
         return any(entry.reduces and entry.facts.has_gradients() for entry in self.unreduced)
 
     def complete(self, partners: set[int]) -> bool:
-        """Record that a backward is complete; return whether it reduced all units.
+        """Record that a backward pass is complete; return whether it reduced all units.
 
         Args:
-            partners: the numbers of the recordings that took part in the backward.
+            partners: the numbers of the recordings that took part in the backward pass.
         """
         self.partners = partners if self.partners is None else self.partners & partners
         self.unreduced.update(self.begun or self.begun_before)

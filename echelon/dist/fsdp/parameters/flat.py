@@ -205,7 +205,7 @@ class Flat:
         self.full.release(keep)
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor views the gathered parameters."""
+        """Return whether a tensor is a view of the gathered parameters."""
         if tensor.device != self.device or not tensor.numel():
             return False
         first = self.full.tensor.data_ptr()

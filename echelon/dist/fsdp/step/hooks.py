@@ -122,7 +122,7 @@ class _PartHook:
 
 
 class _ModuleHooks:
-    """The hooks before and after the forward of a unit's modules."""
+    """The hooks that run before and after the forward pass of a unit's modules."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit

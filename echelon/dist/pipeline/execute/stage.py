@@ -120,7 +120,7 @@ class Stage:
         return _taken(inputs)
 
     def weight_half(self, microbatch: int) -> None:
-        """Run the other half of a backward, which computes the weights' gradients."""
+        """Run the second half of a backward pass: the half that computes the weights' gradients."""
         saved = self._saved.pop(microbatch)
         if saved.weights is None:
             return

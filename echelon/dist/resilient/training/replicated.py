@@ -169,7 +169,7 @@ class Training(Generic[_T]):
 
     @staticmethod
     def _check_groups() -> None:
-        """Raise the error of a failed collective if the step ignored that error."""
+        """Raise the error of a failed collective if the step ignored it."""
         error = runtime.first_error()
         if error is not None:
             raise error

@@ -258,7 +258,7 @@ class Losses:
         return _is_joining(self._standings(world), rank)
 
     def dismiss(self, world: World, ranks: Sequence[int]) -> None:
-        """Publish that ranks waiting to join must exit, because the other ranks have finished."""
+        """Announce that ranks waiting to join must exit, because the other ranks have finished."""
         known = self._standings(world)
         self._publish(world, self._lost, known, dismissed=ranks)
         self._awaited = None

@@ -112,7 +112,7 @@ def _last_step(
 
 
 def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | None:
-    """Read the circumstances of the first of the given ranks that has a record."""
+    """Read the circumstances of one of the given ranks; see `circumstances`."""
     if incident is None:
         return None
     from echelon.launcher.incident.circumstances import circumstances  # imported only if needed

@@ -112,7 +112,7 @@ class Exporter:
             self._logger = provider.get_logger(_SCOPE, __version__)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send the notice or the metrics of a message."""
+        """Send the notice or the metrics that a message contains."""
         if "notice" in message and self._logger is not None:
             self._logger.emit(as_log(message["notice"]))
         elif "metrics" in message and self._metrics is not None:

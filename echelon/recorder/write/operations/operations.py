@@ -1,4 +1,4 @@
-"""Write operations in Python if the C core was not built.
+"""Implement the writing of operations in pure Python, for when the C core is not built.
 
 [Note: why no lock] From version 3.11, CPython with its global lock switches threads only after
 calls and at backward jumps. A sequence of statements without calls and backward jumps is therefore

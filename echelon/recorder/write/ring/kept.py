@@ -71,7 +71,7 @@ class Kept:
             self._memory[at : at + len(cell)] = cell
 
     def ended(self, stamp: int) -> None:
-        """Free the place of a kept operation. An unknown stamp is ignored."""
+        """Free the slot of a kept operation. An unknown stamp is ignored."""
         if stamp in self._stamps:
             _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
             self._stamps[self._stamps.index(stamp)] = 0
