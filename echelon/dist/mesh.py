@@ -143,8 +143,7 @@ def _check(shape: tuple[int, ...], names: tuple[str, ...], world_size: int) -> N
     _check_distinct(names)
     if min(shape) < 1 or math.prod(shape) != world_size:
         raise ValueError(
-            f"mesh shape {shape} has {math.prod(shape)} places, but the world has "
-            f"{world_size} ranks"
+            f"mesh shape {shape} needs {math.prod(shape)} ranks, but the world has {world_size}"
         )
 
 

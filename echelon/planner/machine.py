@@ -152,7 +152,7 @@ def read_machine(path: str | Path, base: Machine) -> Machine:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("echelon_links") != FORMAT:
-            raise ValueError(f"the field echelon_links is not {FORMAT}")
+            raise ValueError(f"the field 'echelon_links' must be {FORMAT}")
         links = tuple(_link(one) for one in content["links"])
         if not links:
             raise ValueError("the file contains no links")

@@ -43,7 +43,7 @@ def together(keys: Sequence[bytes], values: Sequence[bytes] = ()) -> None:
     """Check that keys and values fit into one command."""
     size = sum(map(len, keys)) + sum(map(len, values)) + 9 * len(keys) + 8 * len(values)
     if size > MAX_COMMAND_BYTES:
-        raise ValueError(f"the call has {size} bytes, but the limit is {MAX_COMMAND_BYTES}")
+        raise ValueError(f"the call is {size} bytes long, but the limit is {MAX_COMMAND_BYTES}")
 
 
 def value(given: Any) -> bytes:

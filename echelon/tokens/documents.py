@@ -60,7 +60,9 @@ def dataset_documents(name: str, *, split: str, field: str) -> Iterator[Document
         rows = datasets.load_dataset(name, split=split, streaming=True)
     except Exception as error:  # whatever the hub or the network raises
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"datasets cannot load {name!r}, split {split!r}: {reason}") from error
+        raise ValueError(
+            f"the datasets library cannot load split {split!r} of {name!r}: {reason}"
+        ) from error
     for number, row in enumerate(rows):
         yield iter((_text_of(row, field, f"{name}, row {number}"),))
 

@@ -119,7 +119,7 @@ def _write_all(
         num_documents = sum(writer.num_documents for writer in writers)
         part = "training" if empty[0] is writers[0] else "validation"
         raise ValueError(
-            f"none of {num_documents} documents went to {part}: give more documents, or "
+            f"none of the {num_documents} documents went to {part}: provide more documents, or "
             "prepare the validation text in a separate folder"
         )
 

@@ -94,8 +94,8 @@ class TokenShards:
         ends = np.concatenate([np.empty(0, np.int64), *self._ends])
         if len(ends) and (ends[0] < 1 or ends[-1] > len(self) or (np.diff(ends) < 1).any()):
             raise TokenShardsError(
-                f"{self.folder}: the document ends are not in ascending order within "
-                f"{len(self)} tokens: a file is damaged",
+                f"{self.folder}: a file is damaged: the offsets at which documents end must ascend "
+                f"from at least 1 to at most {len(self)}",
                 path=self.folder,
             )
         return ends

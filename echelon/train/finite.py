@@ -196,13 +196,13 @@ class FiniteGuard:
 
     def _stop(self, norm: float) -> None:
         found = self.locate()
-        where = "no rank holds a gradient that is not finite now"
+        where = "no rank holds a non-finite gradient now"
         if found is not None:
             ranks = ", ".join(map(str, found.ranks[:8])) + (" ..." if len(found.ranks) > 8 else "")
             where = f"first: {found.parameter!r} on rank {found.rank}; on ranks {ranks}"
         raise NonFiniteGradientError(
-            f"{self._num_in_a_row} steps in a row had gradients that are not finite (norm {norm}, "
-            f"{self._num_skipped} skipped in all)\n{where}\n"
+            f"{self._num_in_a_row} steps in a row had non-finite gradients (norm {norm}, "
+            f"{self._num_skipped} skipped in total)\n{where}\n"
             "Resume from an earlier checkpoint with a lower learning rate, or inspect the data",
             rank=None if found is None else found.rank,
             parameter=None if found is None else found.parameter,

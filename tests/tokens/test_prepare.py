@@ -69,7 +69,7 @@ def test_validation_holds_whole_documents_out(tmp_path):
         ("x.jsonl", b'{"body": "a"}', [], 'x.jsonl:1 has no text in "text" (it has: body)'),
         ("x.jsonl", b"[1]", [], 'x.jsonl:1 has no text in "text" (it has: list)'),
         ("x.txt", b"", [], "there are no tokens to write"),
-        ("x.txt", b"a", ["--validation", "0.5"], "none of 1 documents went to"),
+        ("x.txt", b"a", ["--validation", "0.5"], "none of the 1 documents went to"),
         ("x.txt", b"a", ["--validation", "1"], "at least 0 and below 1"),
         ("x.txt", b"a", ["--shard-tokens", "0"], "shard_tokens must be at least 1"),
         ("x.txt", b"a", ["--tokenizer", "wrods"], "unknown tokenizer 'wrods'"),

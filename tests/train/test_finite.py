@@ -70,7 +70,7 @@ def test_too_many_in_a_row_are_an_error_that_says_where():
         _spoilt(model, value)
         guard.clip_grad_norm_(1.0)
     _spoilt(model, math.nan)
-    message = "3 steps in a row.*norm nan, 5 skipped in all.*\nfirst: 'weight' on rank 0"
+    message = "3 steps in a row.*norm nan, 5 skipped in total.*\nfirst: 'weight' on rank 0"
     with pytest.raises(NonFiniteGradientError, match=message) as caught:
         guard.clip_grad_norm_(1.0)
     assert (caught.value.rank, caught.value.parameter) == (0, "weight")

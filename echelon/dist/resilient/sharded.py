@@ -85,8 +85,9 @@ class ShardedState:
         for what, found in mine.items():
             if any(row.get(what) != found for row in rows):
                 raise ValueError(
-                    f"resilient.run with a sharded model needs everything else to be equal on all "
-                    f"ranks, since a lost rank's part could not be restored: {what} differs"
+                    f"resilient.run with a sharded model needs all other state to be identical on "
+                    f"all ranks, because state that exists only on a lost rank could not be "
+                    f"restored: {what} differs"
                 )
 
     # ---- after a loss ----

@@ -182,8 +182,8 @@ def _only_job(search: Search, *, may_be_none: bool) -> tuple[FoundRank, ...]:
         denied = f"; {search.num_denied} processes may not be examined" if search.num_denied else ""
         raise ValueError(
             "no job ranks are running on this machine: no process has RANK and WORLD_SIZE, or the "
-            f"variables of MPI or Slurm, in its environment{denied}. Name the processes: "
-            "--attach PID ..."
+            f"equivalent variables of MPI or Slurm, in its environment{denied}. Specify the "
+            "processes with --attach PID ..."
         )
     if len(jobs) > 1:
         listed = ", ".join(f"{len(of)} ranks (pid {of[0].pid} ...)" for of in jobs.values())

@@ -543,7 +543,7 @@ def _check(annotation: object, value: object) -> None:
     while name.startswith("list["):
         name, depth = name[5:-1], depth + 1
     if not _fits(_PLAIN[name], value, depth):
-        raise TypeError(f"{value!r:.100} is not a {annotation}")
+        raise TypeError(f"expected {annotation}, got {value!r:.100}")
 
 
 def _fits(kind: type[Any], value: object, depth: int) -> bool:

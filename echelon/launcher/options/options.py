@@ -89,7 +89,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         parser.error(str(err))
     if args.on_loss != "end" and meeting is None and args.min_ranks > args.nproc_per_node:
         ranks = "1 rank" if args.nproc_per_node == 1 else f"{args.nproc_per_node} ranks"
-        parser.error(f"--min-ranks {args.min_ranks}: the job has {ranks}")
+        parser.error(f"--min-ranks {args.min_ranks}: the job has only {ranks}")
     misused = scheduler.misuse(environ)
     if misused and meeting is not None:
         parser.error(misused)

@@ -425,7 +425,7 @@ def decode_ranks(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
         ValueError: the text is malformed or names more than `limit` ranks.
     """
     if not isinstance(text, str):
-        raise ValueError("the field ranks is not a string")
+        raise ValueError("the field 'ranks' must be a string")
     ranks: list[int] = []
     for run in text.split(",") if text else []:
         span, _, stride = run.partition(":")

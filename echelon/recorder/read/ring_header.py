@@ -97,12 +97,12 @@ def read_last_words(data: bytes, path: Path, damage: Damage) -> LastWords | None
     found = _blob(data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
     if found is None:
         if any(data[LAST_WORDS_OFFSET : LAST_WORDS_OFFSET + BLOB_HEAD.itemsize]):
-            damage.warn("the last words are damaged")
+            damage.warn("the rank's last words (its uncaught exception) are damaged")
         return None
     try:
         return build(path, LastWords, found[1])
     except DumpFormatError:
-        damage.warn("the last words are damaged")
+        damage.warn("the rank's last words (its uncaught exception) are damaged")
         return None
 
 

@@ -32,8 +32,8 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"parameter {name!r} is a DTensor: with tensor parallelism the bits depend on the "
-                "number of parts, which SameBits does not support"
+                f"parameter {name!r} is a DTensor: with tensor parallelism, the results are not "
+                "bitwise identical for all numbers of parts, so SameBits does not support it"
             )
 
 
@@ -94,8 +94,8 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     changed = [name for name, was in before.items() if not _is_same(was, after.get(name))]
     if changed:
         raise ValueError(
-            f"the forward changed buffer {changed[0]!r}: its value would depend on which "
-            "micro-batches a rank computes. Freeze such statistics (see eval())"
+            f"the forward pass changed buffer {changed[0]!r}, so its value would depend on which "
+            "micro-batches a rank computes. Freeze running statistics (see eval())"
         )
 
 

@@ -97,8 +97,8 @@ class SameBitsPipeline:
             raise ValueError('create the Pipeline with replicas=, such as mesh.group("dp")')
         if pipe.num_ties or _num_shared(pipe.stages):
             raise ValueError(
-                "SameBitsPipeline does not support ties: autograd adds the gradients of a shared "
-                "parameter per micro-batch, but stages add theirs once per step"
+                "SameBitsPipeline does not support tied parameters: autograd adds the gradients of "
+                "a shared parameter in every micro-batch, but stages add them once per step"
             )
         self._pipe = pipe
         self._replicas = pipe.replicas

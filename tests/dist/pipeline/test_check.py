@@ -21,7 +21,7 @@ MISTAKES = [
     (GOOD.replace("1B0", "1W0,1I0"), 1, 1, "1W0 is before 1I0"),
     (GOOD.replace("1", "2").replace("F2", "F1").replace("B2", "B1"), 1, 0, "but no stage 1"),
     (GOOD + "1F2,1B2\n", 2, 0, "1F2: stage 1 is on another rank, see row 1, column 0"),
-    ("", 0, 0, "the plan has no computation"),
+    ("", 0, 0, "the plan contains no computations"),
     (MESSAGES.replace(",0SEND_F0", ""), 1, 0, "1RECV_F0 has no 0SEND_F0 on rank 0"),
     (MESSAGES.replace("1RECV_F0,", ""), 0, 1, "0SEND_F0 has no 1RECV_F0 on rank 1"),
     (MESSAGES.replace("0RECV_B0,0B0", "0B0,0RECV_B0"), 0, 3, "0RECV_B0 is after 0B0"),

@@ -279,7 +279,7 @@ def test_split_balances_costs():
 
 
 def test_a_stage_says_what_it_is_given_wrong():
-    with pytest.raises(ValueError, match="stage 2 is not one of 2"):
+    with pytest.raises(ValueError, match="stage 2 is out of range: expected 0 <= index < 2"):
         Stage(nn.Identity(), index=2, num_stages=2)
     with pytest.raises(ValueError, match=r"must be an nn.Module, got int"):
         Stage(3, index=0, num_stages=2)

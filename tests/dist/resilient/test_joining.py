@@ -108,9 +108,9 @@ def test_an_error_of_a_join_that_fails_is_one_that_a_user_knows(training, monkey
     monkeypatch.setattr(training._epochs, "next", next_epoch)
     monkeypatch.setattr(training, "_join", lose)
     with pytest.raises(
-        CollectiveError, match="ranks join in epoch 2\nThe ranks do not join: the l"
+        CollectiveError, match="ranks are due to join in epoch 2\nThe ranks do not join: the l"
     ) as raised:
-        training._recover(JoinDue("ranks join in epoch 2", operation="join"))
+        training._recover(JoinDue("ranks are due to join in epoch 2", operation="join"))
     assert type(raised.value) is CollectiveError
     assert waits_s[1] >= JOINS_S + 30
 

@@ -57,7 +57,7 @@ def test_a_module_and_a_program_need_no_file():
         (["--min-ranks", "0", "x.py"], "--min-ranks: 0 is less than 1"),
         (
             ["--on-loss", "shrink", "--nproc-per-node", "3", "--min-ranks", "5", "x.py"],
-            "--min-ranks 5: the job has 3 ranks",
+            "--min-ranks 5: the job has only 3 ranks",
         ),
         (["--nnodes", "3:2", "x.py"], "3:2 is not a range with 1 <= MIN <= MAX"),
         (["--nnodes", "2", "x.py"], "--nnodes above 1 needs --rdzv-endpoint HOST:PORT"),

@@ -376,7 +376,7 @@ def test_stages_load_their_parts_and_are_written_as_one_model(tmp_path):
     _assert_equal(load_pretrained(tmp_path / "b"), model)
     error, refused = ranks[0], ranks[1]
     assert error == refused
-    assert "a different model: heads 4 (here 8)" in error
+    assert "contains a different model: heads 4 (here 8)" in error
     assert read_config(tmp_path / "b") == ModelConfig.from_dict(GPT2.to_dict())
 
 

@@ -157,9 +157,9 @@ def _refuse_units(roots: Any) -> None:
         member = member_of(getattr(node, "variable", None))
         if member is not None:
             raise ValueError(
-                f"Compiled Autograd cannot run a backward through {member}, which is sharded: "
-                "leave torch._dynamo.config.compiled_autograd off. torch.compile does not need "
-                "it to compile the backward"
+                f"Compiled Autograd cannot run a backward pass through {member}, which is sharded: "
+                "turn off torch._dynamo.config.compiled_autograd. torch.compile does not need it "
+                "to compile the backward pass"
             )
         below = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= below

@@ -58,7 +58,7 @@ class Stage:
         if not isinstance(module, nn.Module):
             raise ValueError(f"a stage's module must be an nn.Module, got {type(module).__name__}")
         if not 0 <= index < num_stages:
-            raise ValueError(f"stage {index} is not one of {num_stages} (0-{num_stages - 1})")
+            raise ValueError(f"stage {index} is out of range: expected 0 <= index < {num_stages}")
         self.module = module
         self.index = index
         self.num_stages = num_stages

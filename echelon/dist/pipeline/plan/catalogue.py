@@ -55,7 +55,7 @@ def schedule(
         (4, (0, 3))
     """
     if name not in NAMES:
-        raise ValueError(f"no schedule is called {name!r}; use one of {', '.join(NAMES)}")
+        raise ValueError(f"unknown schedule {name!r}; use one of {', '.join(NAMES)}")
     _check_number("num_ranks", num_ranks)
     _check_number("num_microbatches", num_microbatches)
     if name in _CHUNKED:

@@ -142,7 +142,7 @@ def plan_of(rows: Sequence[Sequence[Action]], name: str) -> Plan:
     """
     every = [action for row in rows for action in computations(list(row))]
     if not every:
-        raise PlanError("the plan has no computation", 0, 0)
+        raise PlanError("the plan contains no computations", 0, 0)
     num_chunks = max(len({a.stage for a in computations(list(row))}) for row in rows)
     return Plan(
         name=name,

@@ -131,7 +131,7 @@ class Training(Generic[_T]):
             self._commit(is_kept=self._is_kept(world))
             if entered and self._kept < self._total:
                 note_standing(replace(self._standing, meets=entered))
-                raise JoinDue(f"ranks join in epoch {entered}", operation="join")
+                raise JoinDue(f"ranks are due to join in epoch {entered}", operation="join")
 
     def _is_kept(self, world: World) -> bool:
         """Return whether the state must be copied because other ranks exist or may join."""

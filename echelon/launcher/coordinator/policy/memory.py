@@ -64,7 +64,7 @@ def unpack(text: str) -> Memory:
         )
     except (ValueError, TypeError, KeyError, RecursionError) as err:
         raise ValueError(
-            f"the saved memory of the restart policy is malformed: {err!r:.200}"
+            f"the saved state of the restart policy is malformed: {err!r:.200}"
         ) from err
 
 

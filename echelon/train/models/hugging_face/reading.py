@@ -143,4 +143,4 @@ def _require_same(path: Path, found: ModelConfig, wanted: ModelConfig) -> None:
     differ = [name for name in here if here[name] != there[name] and name not in free]
     if differ:
         settings = ", ".join(f"{name} {there[name]!r} (here {here[name]!r})" for name in differ)
-        raise ValueError(f"{path}: the folder has a different model: {settings}")
+        raise ValueError(f"{path}: the folder contains a different model: {settings}")
