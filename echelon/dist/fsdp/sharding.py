@@ -48,7 +48,8 @@ def fully_shard(
     the module's parameters that do not yet belong to a unit into one new unit. Every rank of the
     group must make the same calls in the same order, and each call blocks until all ranks have
     joined. All ranks receive the parameter values of group rank 0. Deleting the model frees its
-    shards, hooks and memory.
+    shards, hooks and memory. In a process that takes a lost rank's place, the calls return at once,
+    and the values come later; see `dist.init`.
 
     Args:
         module: a module, or several modules that form one unit and run one after the other.

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from echelon.dist.backends.interface import Members, Pending, Watch
 from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from echelon.dist.group import ProcessGroup
+
+
+def is_absent(group: ProcessGroup) -> bool:
+    """Return whether a group belongs to a process that has not joined the other ranks yet."""
+    return group.backend == AbsentEngine.name
 
 
 class AbsentEngine:

@@ -55,7 +55,7 @@ class KeptState:
         self._optimizer = optimizer
         self._also = list(also)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live, its copy)
-        self._trains: list[bool] = []  # whether each of them requires a gradient
+        self._trains: list[tuple[torch.Tensor, bool]] = []  # requires_grad, also of shards
         self._modes: list[tuple[nn.Module, bool]] = []  # `training` of each module
         self._owned: list[tuple[dict[str, Any], dict[str, Any]]] = []  # modules' tensors by name
         self._state: dict[torch.Tensor, dict[str, Any]] = {}  # the optimizer's, by parameter
@@ -83,7 +83,7 @@ class KeptState:
         live = [one for one in every.values() if member_of(one) is None]
         before = {id(one): kept for one, kept in self._tensors}
         self._tensors = [(one, _copied(one, before.get(id(one)))) for one in live]
-        self._trains = [one.requires_grad for one in live]
+        self._trains = [(one, one.requires_grad) for one in every.values()]
         self._modes = [(module, module.training) for module in self._model.modules()]
         known, self._state = self._state, {}
         for parameter, values in self._optimizer.state.items():
@@ -103,9 +103,10 @@ class KeptState:
             values.update(before)
         for module, is_training in self._modes:
             module.training = is_training
-        for (live, kept), trains in zip(self._tensors, self._trains, strict=True):
+        for live, trains in self._trains:
             if live.requires_grad != trains and live.is_leaf:
                 live.requires_grad_(trains)
+        for live, kept in self._tensors:
             if live.shape == kept.shape:
                 live.copy_(kept)
             else:
@@ -139,7 +140,7 @@ class KeptState:
         return {
             **self.parts(),
             "the training mode of a module": self._named_modes(),
-            "requires_grad of a parameter": self._trains,
+            "requires_grad of a parameter": self._named_trains(),
         }
 
     def contents(self) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class KeptState:
         places, names = self._places(), self._names()
         return {
             "tensors": [[names[id(live)], kept] for live, kept in self._tensors],
-            "trains": self._trains,
+            "trains": self._named_trains(),
             "modes": self._named_modes(),
             "groups": self._groups(),
             "state": [[places[one], values] for one, values in self._state.items()],
@@ -167,7 +168,9 @@ class KeptState:
         own = [[names[id(live)], live.dtype] for live, _ in self._tensors]
         told = contents["tensors"]
         alike = {
-            "the parameters and buffers differ": own == [[name, one.dtype] for name, one in told],
+            "the parameters and buffers differ": own == [[name, one.dtype] for name, one in told]
+            and [name for name, _ in self._named_trains()]
+            == [name for name, _ in contents["trains"]],
             "the modules differ": [name for name, _ in self._named_modes()]
             == [name for name, _ in contents["modes"]],
             "the optimizer's groups differ": self._groups() == contents["groups"],
@@ -180,7 +183,10 @@ class KeptState:
             (live, kept.to(live.device))
             for (live, _), (_, kept) in zip(self._tensors, told, strict=True)
         ]
-        self._trains = contents["trains"]
+        self._trains = [
+            (live, trains)
+            for (live, _), (_, trains) in zip(self._trains, contents["trains"], strict=True)
+        ]
         self._modes = [
             (module, is_training)
             for (module, _), (_, is_training) in zip(self._modes, contents["modes"], strict=True)
@@ -206,6 +212,11 @@ class KeptState:
         return [
             [names[id(one)] for one in group["params"]] for group in self._optimizer.param_groups
         ]
+
+    def _named_trains(self) -> list[list[Any]]:
+        """Return the name of each parameter and buffer, and its `requires_grad`."""
+        names = self._names()
+        return [[names[id(live)], trains] for live, trains in self._trains]
 
     def _named_modes(self) -> list[list[Any]]:
         """Return the name of each module, and whether the module was in training mode."""

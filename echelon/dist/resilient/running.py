@@ -63,7 +63,8 @@ def run(
             CollectiveError.
         model: the model. Every rank must have all of it, or `fully_shard` must have divided it
             among all ranks of the world. After a loss, a sharded model is divided among the ranks
-            that are left; modules and parameters stay the same objects.
+            that are left, and after a join among one more; modules and parameters stay the same
+            objects.
         optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.
         first: the number of the first step.
@@ -125,8 +126,6 @@ def run(
 
     training: Training[_T]
     if units:
-        if after is not None:
-            raise ValueError("a lost rank of a sharded model cannot be replaced yet")
         sharded = ShardedState(model, optimizer, also)
         training = ShardedTraining(
             prepared, sharded, first, total, on_commit, joins, from_checkpoint,

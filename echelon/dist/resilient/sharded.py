@@ -15,7 +15,9 @@ from torch import nn
 
 from echelon.dist.fsdp.control import reshard
 from echelon.dist.fsdp.moving import move
+from echelon.dist.fsdp.parameters.unit import Unit, units_of
 from echelon.dist.fsdp.states import shards
+from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.choice import Choice, Offer, Version, choose
 from echelon.dist.resilient.copies.shards import ShardsRestore, ShardsWriter
@@ -68,6 +70,11 @@ class ShardedState:
         self._at = turn
         self._worlds[-1].write(ShardsWriter(self._model, self._optimizer), step)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the timeout of the groups that the sharded model has made in this world."""
+        for unit in units_of(self._model):
+            driver_of(unit).reducing.timeout_s = timeout_s
+
     def release_earlier(self) -> None:
         """Release the copies of earlier worlds. Call this once this world's copies are complete."""
         for one in self._worlds[:-1]:
@@ -100,22 +107,88 @@ class ShardedState:
             for one in world.offers(survivors)
             if one.owner != world.own_rank or one.version.step in self._rest_steps
         ]
-        return {"offers": offers, "rosters": [(one.epoch, one.roster) for one in self._worlds]}
+        return {
+            "offers": offers,
+            "rosters": [(one.epoch, one.roster) for one in self._worlds],
+            "steps": [step for step in self._rest_steps if step >= 0],
+        }
+
+    def restore_rest(self, step: int | None) -> None:
+        """Restore what is not sharded, as this rank kept it. Local.
+
+        Args:
+            step: one of the steps for which this rank has kept it; None means the last one.
+        """
+        if step is not None:
+            self._at = self._rest_steps.index(step)
+        self._rest[self._at].restore()
 
     def restore_from(self, choice: Choice, group: ProcessGroup) -> None:
-        """Divide the model among a new world's ranks and restore the chosen state. Collective.
+        """Divide the model among a new world's ranks and restore their shards. Collective.
 
         Raises:
             CollectiveError: a rank was lost, or a copy cannot be read.
         """
-        version = choice.version
-        self._at = self._rest_steps.index(version.step)
-        self._rest[self._at].restore()
         self._forget_shards(group)
         restore = ShardsRestore(self._model, self._optimizer)
-        for copy in collected(self._worlds, group, version, choice.holders):
+        for copy in collected(self._worlds, group, choice.version, choice.holders):
             restore.add(copy)
         restore.finish()
+
+    # ---- when a rank joins ----
+
+    def contents(self) -> dict[str, Any]:
+        """Return what a joining rank needs besides the shards; see `fill`. Local."""
+        return {
+            **self._rest[self._at].contents(),
+            "sharding": self._sharding(),
+            "syncs": [unit.entry.sync for unit in self._units()],
+        }
+
+    def fill(self, contents: dict[str, Any], step: int) -> None:
+        """Adopt what another rank has restored besides its shards. Local.
+
+        Args:
+            step: the step at whose start the other rank kept it.
+
+        Raises:
+            ValueError: the model, its sharding, the optimizer or `also` does not match.
+        """
+        if contents["sharding"] != self._sharding():
+            raise ValueError("fully_shard was called differently from the other ranks")
+        for unit, sync in zip(self._units(), contents["syncs"], strict=True):
+            unit.entry.sync = sync
+        rest = self._rest[self._at]
+        rest.fill(contents)
+        rest.restore()
+        rest.keep()  # what `also` has made of it is compared
+        self._rest_steps[self._at] = step
+
+    def joined_parts(self) -> dict[str, Any]:
+        """Return what a joining rank has received, keyed by description."""
+        return self._rest[self._at].joined_parts()
+
+    def _units(self) -> list[Unit]:
+        return sorted(units_of(self._model), key=lambda unit: unit.number)
+
+    def _sharding(self) -> list[Any]:
+        """Return what decides which collectives the units use, apart from the number of ranks."""
+        names = {one.parameter: name for name, one in shards(self._model).items()}
+        return [
+            [
+                unit.entry.reshard, unit.entry.depth, unit.entry.outer, repr(unit.precision),
+                driver_of(unit).order.budget.num_bytes,
+                [
+                    [str(flat.dtype), str(flat.compute_dtype), str(flat.reduce_dtype), [
+                        [names.get(one.shard), list(one.piece.shape)] for one in flat.members
+                    ]]
+                    for flat in unit.flats
+                ],
+            ]
+            for unit in self._units()
+        ]  # fmt: skip
+
+    # ---- after all copies of a shard are lost ----
 
     def restart(self, group: ProcessGroup) -> None:
         """Divide the model among a new world's ranks, without restoring its values. Collective."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +46,31 @@ class _Meeting:
 class Agent:
     """Watches the processes of ranks that report their pids.
 
+    Args:
+        on_loss: "replace": a test starts processes in the places of lost ranks, which are admitted.
+
     Attributes:
         report: of the job; has the continuations.
         pids: of the ranks that have reported.
+        lost: for each rank, one item per loss: the newest epoch.
     """
 
-    def __init__(self, folder: Path, world_size: int, server: StoreServer, *argv: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        server: StoreServer,
+        *argv: str,
+        on_loss: str = "shrink",
+    ) -> None:
         self.report = Report(job_id="x", world_size=world_size)
         self.pids: dict[int, int] = {}
         self.said: list[str] = []
+        self.lost: list[queue.Queue[int]] = [queue.Queue() for _ in range(world_size)]
+        self._replaces = on_loss == "replace"
         self._folder = folder
         self._size = world_size
-        options = parse([*argv, "--on-loss", "shrink", "--no-python", "true"], {})
+        options = parse([*argv, "--on-loss", on_loss, "--no-python", "true"], {})
         node = Node(name=options.node_name, host="here", num_workers=world_size)
         self._world, _ = World.of(
             [node], number=0, grace_s=1.0, stop_on_stall=False, stall_timeout_s=60.0
@@ -89,6 +104,9 @@ class Agent:
                 self._note(ranks.pop(fd))
             self._lose()
             self._losses.look(self._world)
+            waiting = self._losses.waiting(self._world) if self._replaces else []
+            if waiting:
+                self._losses.admit(self._world, waiting)
         self._losses.look(self._world)
         for fd in ranks:
             os.close(fd)
@@ -110,6 +128,16 @@ class Agent:
         code = 0 if was_done else _KILLED
         self._world.note_ended(rank, code)
         self._losses.takes(self._world, {rank: code})
+        if self._replaces and code == _KILLED:
+            self._make_room(rank)
+
+    def _make_room(self, rank: int) -> None:
+        """Put away what a lost rank leaves, so that a process can take its place."""
+        del self.pids[rank]
+        (self._folder / f"{rank}.pid").unlink()
+        folder = self._folder / f"rank_{rank}"
+        (folder / "attempt_0").rename(folder / f"lost_{len(list(folder.glob('lost_*')))}")
+        self.lost[rank].put(self._losses.newest)
 
 
 def introduce(folder: Path, rank: int) -> None:
@@ -128,10 +156,59 @@ def note_done(folder: Path, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def watched(folder: Path, world_size: int, *argv: str) -> Iterator[tuple[Agent, int]]:
+def watched(
+    folder: Path, world_size: int, *argv: str, on_loss: str = "shrink"
+) -> Iterator[tuple[Agent, int]]:
     """Yield an agent and the port of its job's store."""
-    with StoreServer("127.0.0.1", 0) as server, Agent(folder, world_size, server, *argv) as agent:
+    with (
+        StoreServer("127.0.0.1", 0) as server,
+        Agent(folder, world_size, server, *argv, on_loss=on_loss) as agent,
+    ):
         yield agent, server.port
+
+
+def run_replaced(
+    fn: Any, world_size: int, folder: Path, *args: Any, lives: dict[int, list[Any]], whole: Any
+) -> tuple[list[Any], Agent]:
+    """Run ranks of which some are killed and replaced, perhaps repeatedly.
+
+    Args:
+        fn: called with the rank, the world's size, `folder`, `args`, and what `lives` has for each
+            rank of this call.
+        lives: for each of these ranks, an argument per process. All but the last are killed.
+        whole: the argument of the other ranks.
+
+    Returns:
+        The results of the last process of each rank, and the agent.
+    """
+
+    def live(ranks: list[int], life: int, newest: int | None = None) -> list[Any]:
+        environ = {"ECHELON_ON_LOSS": "replace"}
+        if newest is not None:
+            environ["ECHELON_JOIN_AFTER"] = str(newest)
+        mine = {rank: lives[rank][life] if rank in lives else whole for rank in ranks}
+        codes = {one: _KILLED for one in ranks if one in lives and life + 1 < len(lives[one])}
+        return run_ranks(
+            fn, world_size, folder, *args, mine, ranks=ranks, store_port=port, exit_codes=codes,
+            environ=environ, timeout_s=240.0,
+        )  # fmt: skip
+
+    def live_on(rank: int) -> Any:
+        found = None
+        for life in range(1, len(lives[rank])):
+            (found,) = live([rank], life, agent.lost[rank].get(timeout=240.0))
+        return found
+
+    with (
+        watched(folder, world_size, on_loss="replace") as (agent, port),
+        ThreadPoolExecutor(1 + len(lives)) as pool,
+    ):
+        first = pool.submit(live, list(range(world_size)), 0)
+        later = {rank: pool.submit(live_on, rank) for rank in lives if len(lives[rank]) > 1}
+        found = first.result()
+        return [
+            later[rank].result() if rank in later else one for rank, one in enumerate(found)
+        ], agent
 
 
 def run_watched(

@@ -15,10 +15,12 @@ import echelon.dist as dist
 from echelon.dist import checkpoint, resilient, runtime
 from echelon.dist.backends.shm import rendezvous
 from echelon.dist.fsdp import fully_shard
-from echelon.dist.resilient import epochs, kept, sharded
+from echelon.dist.resilient import epochs, joining, kept, sharded
 from echelon.dist.resilient.copies import memory, shards
+from echelon.dist.resilient.training import sharded as sharded_training
 from echelon.errors import CollectiveError, PeerLostError
 from echelon.host import identity
+from echelon.recorder.continuation import Epoch
 from echelon.train.same_bits import SameBits, fingerprint
 from tests.dist.resilient.agent import (
     introduce,
@@ -32,6 +34,7 @@ from tests.train.same_bits.model import loss_of, make
 
 MICRO_BATCHES = 6
 SAVED_STEP = 3
+CHANGES_AT, FULL_FROM = 2, 5
 Kill = tuple[int, str, int]  # rank, moment, step
 
 
@@ -53,6 +56,32 @@ def train(
     return found
 
 
+def train_replaced(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    total: int,
+    layout: str,
+    hosts: list[int],
+    kills: dict[int, list[Kill]],
+) -> Any:
+    """Train where lost ranks are replaced; return the same, and facts that steps have changed.
+
+    Args:
+        hosts: the host on which each rank believes to be; empty: all are on this one.
+    """
+    if hosts:
+        _believe_to_be_on(hosts[rank])
+    introduce(folder, rank)
+    torch.set_num_threads(1)
+    dist.init(timeout_s=240)
+    training = Training(rank, folder, total, kills[rank], layout, full=world_size)
+    found = training.run()
+    note_done(folder, rank)
+    dist.shutdown()
+    return *found, training.changed()
+
+
 def train_on_hosts(
     rank: int,
     world_size: int,
@@ -63,8 +92,7 @@ def train_on_hosts(
     layout: str = "",
 ) -> Any:
     """Train as ranks that believe to be on several hosts; return the same, and a rank's error."""
-    real = identity._namespace
-    identity._namespace = lambda kind: hosts[rank] if kind == "net" else real(kind)
+    _believe_to_be_on(hosts[rank])
     introduce(folder, rank)
     torch.set_num_threads(1)
     group = dist.init(timeout_s=300)
@@ -82,18 +110,36 @@ def train_on_hosts(
     return bits, worlds, [step for step, _ in training.commits]
 
 
+def _believe_to_be_on(host: int) -> None:
+    real = identity._namespace
+    identity._namespace = lambda kind: host if kind == "net" else real(kind)
+
+
 class Training:
     """One rank's training, with what is to kill it.
 
     Its layout is "" (replicated), "sharded", or "sharded and saved".
+
+    Args:
+        full: the number of ranks that take part in the end. From step FULL_FROM on, a step of fewer
+            ranks waits until others join; before that, none do.
     """
 
     def __init__(
-        self, rank: int, folder: Path, total: int, kills: list[Kill], layout: str = ""
+        self,
+        rank: int,
+        folder: Path,
+        total: int,
+        kills: list[Kill],
+        layout: str = "",
+        full: int = 0,
     ) -> None:
+        self.full = full
         self.rank, self.folder, self.total = rank, folder, total
         self.kills = kills
         self.step = -1
+        self.newest_join = 0
+        self.held: tuple[joining.Joins, Epoch] | None = None
         self.has_stopped = False
         self.saves = layout == "sharded and saved"
         self.from_checkpoint = self._load if self.saves else None
@@ -132,6 +178,10 @@ class Training:
 
         def train_step(step: int) -> float:
             self.step = step
+            if self.full:
+                self._change(step)
+                if step >= FULL_FROM and world.group.size < self.full:
+                    self._wait_for_others(world)
             if self.saves and step == SAVED_STEP:
                 checkpoint.save(self.folder / "checkpoint", self._state(step))
             self._begin_to_die(step)
@@ -146,6 +196,25 @@ class Training:
             return loss
 
         return train_step
+
+    def _change(self, step: int) -> None:
+        """Change what only one step does: a rank that joins later learns it from others."""
+        if step == CHANGES_AT:
+            self.model.blocks[0].up.bias.requires_grad_(False)
+            self.model.blocks[1].norm.eval()
+
+    def changed(self) -> tuple[bool, bool]:
+        """Return what `_change` changes."""
+        return self.model.blocks[0].up.bias.requires_grad, self.model.blocks[1].norm.training
+
+    def _wait_for_others(self, world: resilient.World) -> None:
+        """Wait until the launcher lets others join at the end of this step, or a rank is lost."""
+        if self.held is not None:
+            self.note_join(*self.held)
+        deadline_s = time.monotonic() + 240.0
+        while self.newest_join <= world.epoch and runtime.first_error() is None:
+            assert time.monotonic() < deadline_s, "no rank has joined"
+            time.sleep(0.002)
 
     def _state(self, step: int) -> dict[str, Any]:
         return {
@@ -217,7 +286,23 @@ class Training:
         self._before(sharded.ShardedState, "enter", "before new copies")
         self._before(sharded.ShardedState, "release_earlier", "after new copies")
         self._after(epochs, "arrive", "in the meeting")
+        self._before(sharded_training, "send_state", "sending")
+        self._before(sharded_training, "receive_state", "receiving")
+        self._after(sharded.ShardedState, "fill", "filled")
+        self._after(sharded.ShardedState, "check_alike", "compared")
+        self._note_joins()
         self._fail_behind_a_barrier()
+
+    def _note_joins(self) -> None:
+        """Let no rank join before step FULL_FROM, so that each kill finds the join it is for."""
+        self.note_join = joining.Joins.note
+
+        def note(joins: joining.Joins, epoch: Epoch) -> None:
+            self.held, self.newest_join = (joins, epoch), epoch.number
+            if self.step >= FULL_FROM or not self.full:
+                self.note_join(joins, epoch)
+
+        joining.Joins.note = note  # type: ignore[method-assign]
 
     def _before(self, owner: Any, name: str, moment: str) -> None:
         real = getattr(owner, name)

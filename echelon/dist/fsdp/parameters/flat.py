@@ -32,6 +32,7 @@ from echelon.dist.fsdp.parameters.layout import Layout, plan_layout, tagged_shap
 from echelon.dist.fsdp.parameters.member import Member, Source
 from echelon.dist.fsdp.settings import CPUOffloadPolicy
 from echelon.dist.group import ProcessGroup
+from echelon.dist.membership.absent import is_absent
 from echelon.dist.work import Work
 
 # [Note: no released memory is read] Added to a leaf's version while its memory is released.
@@ -253,6 +254,8 @@ class Flat:
 
     def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:
         """Fill this rank's chunk from the parameters of rank 0."""
+        if is_absent(self.group):
+            return  # the values come from the ranks that this one joins
         whole = None
         if self.group.rank == 0:
             whole = self.full.tensor if self.compute_dtype == self.dtype else make_whole(self)

@@ -216,6 +216,8 @@ class Member:
         self.piece, self.part = piece, part
         self.drop_gradient()
         self.leaf.data = self.within(self.flat.full.tensor).data
+        self._leaf_trains = self.shard.requires_grad
+        self.leaf.requires_grad_(self._leaf_trains)
         self._become_shard()
         self._has_moved = True
         self._gathered_version = self.shard._version

@@ -11,6 +11,7 @@ from typing import Any
 
 from echelon.dist.fsdp.step.driver import Driver
 from echelon.dist.group import ProcessGroup
+from echelon.dist.membership.absent import is_absent
 
 
 def check_settings(driver: Driver, title: str, settings: dict[str, Any]) -> None:
@@ -28,7 +29,7 @@ def check_settings(driver: Driver, title: str, settings: dict[str, Any]) -> None
     settings = {"module": title, **settings}
     living = set(driver.units)
     for group in (driver.group, driver.replicas):
-        if group is None or group.size == 1:
+        if group is None or group.size == 1 or is_absent(group):
             continue
         rows = group.all_gather_object({"settings": settings, "units": sorted(living)})
         for name in settings:

@@ -29,6 +29,7 @@ from echelon.dist.fsdp.parameters.unit import Unit
 from echelon.dist.fsdp.step.reducer import Reducer
 from echelon.dist.fsdp.uncompiled import uncompiled
 from echelon.dist.group import ProcessGroup
+from echelon.dist.membership.absent import is_absent
 from echelon.errors import CollectiveError
 
 _SHAPE = re.compile(r"\[(\d+(?:, \d+)+)\]")
@@ -73,7 +74,7 @@ class Driver:
         self.group = group
         self.replicas = replicas
         self.reducing = group
-        if group.size > 1:
+        if group.size > 1 and not is_absent(group):
             self.reducing = group.split(0, group.rank, f"{group.name}/reduce")
         self.order = Order()
         self.units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()

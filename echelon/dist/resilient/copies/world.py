@@ -8,6 +8,7 @@ all ranks there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -172,13 +173,13 @@ class WorldCopies:
                     if stamp is not None and stamp.owner == held.owner and memory.is_intact():
                         yield Offer(stamp.version, stamp.owner)
 
-    def find(self, version: Version, owner: int) -> torch.Tensor | None:
-        """Return a copy that this process can read, [num_bytes] of uint8, or None."""
+    def find(self, version: Version, owner: int) -> CopyMemory | None:
+        """Return the memory of a copy that this process can read, or None."""
         for held in self._readable:
             for memory in held.memories:
                 stamp = memory.stamp
                 if stamp is not None and (stamp.version, stamp.owner) == (version, owner):
-                    return memory.content(stamp.num_bytes)
+                    return memory
         return None
 
     def newest_own(self) -> torch.Tensor:
@@ -201,21 +202,52 @@ def collected(
 ) -> Iterator[torch.Tensor]:
     """Yield the copies of all shards of a state, one at a time. Collective.
 
-    Ranks at the same place read each other's memory. If there are several places, each copy is
-    broadcast, so every rank needs memory for one more copy.
+    Ranks at the same place read each other's memory. A rank that was not in the state's world opens
+    the memory for this. If there are several places, each copy is broadcast, so every rank needs
+    memory for one more copy.
+
+    Args:
+        worlds: the worlds whose copies this rank can read; none on a rank that joins.
+        group: the ranks that restore the state.
+        version: the state.
+        holders: for each rank of the state's world, a rank of the group that can read its copy.
 
     Raises:
         CollectiveError: a rank was lost, or a copy was damaged in transit.
     """
-    world = next(one for one in worlds if one.epoch == version.epoch)
-    is_one_place = len({tuple(one) for one in group.all_gather_object(_place())}) == 1
-    for owner in sorted(holders):
-        copy = world.find(version, owner)
+    world = next((one for one in worlds if one.epoch == version.epoch), None)
+    memories = {owner: world.find(version, owner) for owner in sorted(holders)} if world else {}
+    told = [
+        [owner, asdict(memory.address)]
+        for owner, memory in memories.items()
+        if memory is not None and holders[owner] == group.ranks[group.rank]
+    ]
+    rows = group.all_gather_object([_place(), told])
+    is_one_place = len({tuple(place) for place, _ in rows}) == 1
+    addresses = {owner: Address(**address) for _, found in rows for owner, address in found}
+    for owner, holder in sorted(holders.items()):
+        memory = memories.get(owner)
         if not is_one_place:
-            copy = _broadcast(group, copy, group.ranks.index(holders[owner]))
-        if copy is None:
-            raise CollectiveError(f"the copy of rank {owner}'s shards can no longer be read")
-        yield copy
+            copy = None if memory is None else _content(memory, owner)
+            yield _broadcast(group, copy, group.ranks.index(holder))
+        elif memory is not None:
+            yield _content(memory, owner)
+        elif owner not in addresses:
+            raise _unreadable(owner)
+        else:
+            with contextlib.closing(opened(holder, addresses[owner])) as memory:
+                yield _content(memory, owner)
+
+
+def _content(memory: CopyMemory, owner: int) -> torch.Tensor:
+    stamp = memory.stamp
+    if stamp is None:
+        raise _unreadable(owner)
+    return memory.content(stamp.num_bytes)
+
+
+def _unreadable(owner: int) -> CollectiveError:
+    return CollectiveError(f"the copy of rank {owner}'s shards can no longer be read")
 
 
 def _broadcast(group: ProcessGroup, copy: torch.Tensor | None, root: int) -> torch.Tensor:

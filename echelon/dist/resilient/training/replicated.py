@@ -163,7 +163,7 @@ class Training(Generic[_T]):
             ValueError: the state has a value that cannot be sent.
         """
         try:
-            Parcel.of(self._kept_state().contents())
+            Parcel.of(self._state.contents())
         except ValueError as err:
             raise ValueError(f"a lost rank could not be replaced: {err}") from None
 
@@ -234,14 +234,14 @@ class Training(Generic[_T]):
 
     def _join(self, epoch: Epoch) -> World:
         """Agree with an epoch's ranks on a step, restore its initial state, and create a world."""
-        own = JOINS if self._is_newcomer else self._row(epoch)
         if not self._is_newcomer:  # the launcher then gives a rank that joins a limited time
             note_standing(replace(self._standing, meets=epoch.number))
-        mine = {"process": process_identity()} | own
+        mine = {"process": process_identity()} | self._row(epoch)
         meets_s = ADMITTED_S if self._is_newcomer else self._limit_s
         rows = self._epochs.meet(epoch, mine, meets_s)
-        source, newcomers = places_of(rows)
+        places_of(rows)  # a rank that has the state is left
         target, repeats = self._agree(epoch, rows)
+        source, newcomers = self._places(rows)
         facts = [row["process"] for row in rows]
         group = runtime.regroup(epoch.roster, epoch.number, facts, self._limit_s)
         self._hand_over(group, source, newcomers)
@@ -259,18 +259,26 @@ class Training(Generic[_T]):
         if not newcomers:
             return
         try:
-            if group.rank == source:
-                for place in newcomers:
-                    send_state(group, place, self._kept_state().contents)
-            elif group.rank in newcomers:
-                self._kept_state().fill(receive_state(group, source))
-                self._kept_state().restore()
-                self._kept_state().keep()  # what `also` has made of it is compared
-            check_alike(group, source, newcomers, self._kept_state().joined_parts())
+            self._exchange(group, source, newcomers)
             self._is_newcomer = False
         except CollectiveError as err:
             runtime.leave_groups()  # its error would be found in the next world's steps
             raise PeerLostError(str(err), operation="join", ranks=err.ranks) from err
+
+    def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
+        """Do this rank's part of a hand-over. Collective."""
+        if group.rank == source:
+            for place in newcomers:
+                send_state(group, place, self._kept_state().contents)
+        elif group.rank in newcomers:
+            self._kept_state().fill(receive_state(group, source))
+            self._kept_state().restore()
+            self._kept_state().keep()  # what `also` has made of it is compared
+        check_alike(group, source, newcomers, self._kept_state().joined_parts())
+
+    def _places(self, rows: list[dict[str, Any]]) -> tuple[int, list[int]]:
+        """Return the rank that hands the state over, and the ranks that receive it."""
+        return places_of(rows)
 
     def _kept_state(self) -> KeptState:
         """Return the state that a joining rank receives from another rank."""
@@ -279,6 +287,8 @@ class Training(Generic[_T]):
 
     def _row(self, epoch: Epoch) -> dict[str, Any]:  # noqa: ARG002 -- of sharded models
         """Return the values that this rank shares with the other ranks of an epoch."""
+        if self._is_newcomer:
+            return JOINS
         return {"kept": self._kept, "finished": self._finished}
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:  # noqa: ARG002 -- of sharded models

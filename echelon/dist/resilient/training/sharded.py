@@ -5,6 +5,15 @@ newest step for which copies of all shards exist. Each rank copies the start of 
 barrier that ends the step. A rank that has passed the barrier knows that all of these copies are
 complete. A step is therefore committed one step later than for a replicated model, and
 `ShardedState` keeps the states of two steps.
+
+[Note: joining a sharded model] Ranks that leave a step to let others join have copied its result
+before they meet. So its end is the newest state with copies of all shards, nothing is repeated, and
+the step is committed in the new world. A rank that joins first receives what is not sharded, and
+then restores its shards from the copies like any other rank. It counts as a newcomer until all
+copies of the new world are complete: if another rank is lost before that, it begins again. What it
+has by then may nevertheless be needed, because others may already have released the copies of the
+old world. So it offers its own copies like any other rank, and receives the rest again only if it
+does not have it for the step that is chosen.
 """
 
 from __future__ import annotations
@@ -14,8 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from echelon.dist import runtime
+from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.choice import Choice, CopiesLostError
-from echelon.dist.resilient.joining import Joins
+from echelon.dist.resilient.handover import check_alike, receive_state, send_state
+from echelon.dist.resilient.joining import JOINS, Joins, places_of
 from echelon.dist.resilient.sharded import ShardedState, choice_of
 from echelon.dist.resilient.training.replicated import Training
 from echelon.dist.resilient.training.world import World
@@ -46,6 +57,7 @@ class ShardedTraining(Training[_T]):
         self._choice: Choice | None = None  # None: from the checkpoint
         self._lost_text = ""
         self._repeats = 0
+        self._entered = 0  # the newest epoch whose state this rank has restored
         self._results: dict[int, Any] = {}  # of the steps that are finished and not committed
 
     def _enter(self, world: World) -> None:
@@ -54,25 +66,60 @@ class ShardedTraining(Training[_T]):
         if not world.epoch:
             self._state.enter(world.group, world.epoch)
             return
-        if self._choice is not None:
-            self._state.restore_from(self._choice, world.group)
-        else:
-            self._load(world)
-        self._state.enter(world.group, world.epoch)
-        self._state.keep(self._kept)
-        self._state.check_alike(world.group)  # a barrier, too: all copies are complete
-        self._state.release_earlier()
+        if self._entered != world.epoch:
+            self._restore(world.group)
+        self._is_newcomer = False
+        self._state.set_timeout(self._timeout_s)  # they were made while ranks may still join
         self._report(self._kept)
         self._note(self._kept, repeats=self._repeats)
 
-    def _load(self, world: World) -> None:
+    def _restore(self, group: ProcessGroup, source: int = 0, newcomers: Sequence[int] = ()) -> None:
+        """Restore the chosen state in a new world, and make the first copies there. Collective.
+
+        Args:
+            source: the rank within the group that sends the rest of the state.
+            newcomers: the ranks within the group that receive it.
+        """
+        step = None if self._choice is None else self._choice.version.step
+        if group.rank not in newcomers and (newcomers or step is not None):
+            self._state.restore_rest(step)
+        if newcomers:
+            self._hand_over_rest(group, source, newcomers)
+        if self._choice is not None:
+            self._state.restore_from(self._choice, group)
+        else:
+            self._load(group)
+        self._state.enter(group, self._epochs.number)
+        self._state.keep(self._kept)
+        self._state.check_alike(group)  # a barrier, too: all copies are complete
+        self._state.release_earlier()
+        self._entered = self._epochs.number
+
+    def _hand_over_rest(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
+        """Send or receive all state except the shards; compare it unless it is to be replaced."""
+        if group.rank == source:
+            for place in newcomers:
+                send_state(group, place, self._contents)
+        elif group.rank in newcomers:
+            contents = receive_state(group, source)
+            if contents["total"] != self._total:
+                raise ValueError(f"total={self._total} differs from that of the other ranks")
+            self._first = contents["first"]
+            self._state.fill(contents, self._kept)
+        if self._choice is not None:
+            check_alike(group, source, newcomers, self._state.joined_parts())
+
+    def _contents(self) -> dict[str, Any]:
+        return self._state.contents() | {"first": self._first, "total": self._total}
+
+    def _load(self, group: ProcessGroup) -> None:
         """Load the newest checkpoint after all copies of a shard have been lost."""
         assert self._from_checkpoint is not None
-        self._state.restart(world.group)
-        rows = world.group.all_gather_object((self._from_checkpoint(), self._kept))
+        self._state.restart(group)
+        rows = group.all_gather_object((self._from_checkpoint(), self._kept))
         newest = max(kept for _, kept in rows)
         step = checkpoint_step([found for found, _ in rows], newest)
-        if world.group.rank == 0:
+        if group.rank == 0:
             warnings.warn(
                 f"{self._lost_text}: going back to the checkpoint of step {step}",
                 RuntimeWarning,
@@ -89,6 +136,8 @@ class ShardedTraining(Training[_T]):
             self._has_begun = True
             self._note(self._first)
             self._state.check_alike(world.group)
+            if self._joins.is_on:
+                self._check_portable()
         self._has_begun = True
 
     def _commit(self, *, is_kept: bool) -> None:
@@ -113,7 +162,17 @@ class ShardedTraining(Training[_T]):
 
     def _row(self, epoch: Epoch) -> dict[str, Any]:
         begun = self._finished + self._is_inside
-        return {"begun": begun} | self._state.offers(epoch.roster)
+        row = {"begun": begun} | self._state.offers(epoch.roster)
+        return row | JOINS if self._is_newcomer else row
+
+    def _places(self, rows: list[dict[str, Any]]) -> tuple[int, list[int]]:
+        if self._choice is None:
+            return places_of(rows)
+        step = self._choice.version.step
+        return places_of([{"joins": step not in row["steps"]} for row in rows])
+
+    def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
+        self._restore(group, source, newcomers)
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:
         try:
@@ -127,10 +186,11 @@ class ShardedTraining(Training[_T]):
         for number in [one for one in self._results if one >= target]:
             del self._results[number]
         self._kept = self._finished = target
-        return target, max(int(row["begun"]) for row in rows) - target
+        self._repeats = max(int(row["begun"]) for row in rows) - target
+        return target, self._repeats
 
-    def _arrive(self, target: int, *, repeats: int) -> None:  # noqa: ARG002 -- see `_enter`
-        self._repeats = repeats
+    def _arrive(self, target: int, *, repeats: int) -> None:
+        """Do nothing: `_enter` reports this rank's arrival."""
 
 
 def checkpoint_step(found: Sequence[Any], newest: int) -> int:
