@@ -190,13 +190,13 @@ def run_replaced(
         codes = {one: _KILLED for one in ranks if one in lives and life + 1 < len(lives[one])}
         return run_ranks(
             fn, world_size, folder, *args, mine, ranks=ranks, store_port=port, exit_codes=codes,
-            environ=environ, timeout_s=240.0,
+            environ=environ, timeout_s=900.0,
         )  # fmt: skip
 
     def live_on(rank: int) -> Any:
         found = None
         for life in range(1, len(lives[rank])):
-            (found,) = live([rank], life, agent.lost[rank].get(timeout=240.0))
+            (found,) = live([rank], life, agent.lost[rank].get(timeout=900.0))
         return found
 
     with (

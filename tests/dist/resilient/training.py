@@ -74,7 +74,7 @@ def train_replaced(
         _believe_to_be_on(hosts[rank])
     introduce(folder, rank)
     torch.set_num_threads(1)
-    dist.init(timeout_s=240)
+    dist.init(timeout_s=600)
     training = Training(rank, folder, total, kills[rank], layout, full=world_size)
     found = training.run()
     note_done(folder, rank)
@@ -211,7 +211,7 @@ class Training:
         """Wait until the launcher lets others join at the end of this step, or a rank is lost."""
         if self.held is not None:
             self.note_join(*self.held)
-        deadline_s = time.monotonic() + 240.0
+        deadline_s = time.monotonic() + 600.0
         while self.newest_join <= world.epoch and runtime.first_error() is None:
             assert time.monotonic() < deadline_s, "no rank has joined"
             time.sleep(0.002)
