@@ -188,12 +188,12 @@ def conclude(job: Job, model: torch.nn.Module, report: Report, validation_loss: 
     unit, size = corpus.vocabulary.unit, corpus.vocabulary.size
     if report.progress.num_steps_seen:
         report.say(report.progress.summary())
-    report.say(f"validation loss {validation_loss:.4f} nats a {unit}, on text it never trained on")
+    report.say(f"validation loss {validation_loss:.4f} nats per {unit}, on unseen text")
     train, validation = (
         tokens_in_pieces(part, at_most=BIGRAM_TOKENS) for part in (corpus.train, corpus.validation)
     )
     bigram = bigram_loss(train, validation, size)
-    report.say(f"bigram loss     {bigram:.4f} nats a {unit}, same split: needs no attention")
+    report.say(f"bigram loss     {bigram:.4f} nats per {unit}, same split: needs no attention")
     sample = generate(model, corpus.vocabulary, PROMPT, num_tokens=SAMPLE_TOKENS[unit], seed=seed)
     report.say(f"sample:\n{sample}")
 

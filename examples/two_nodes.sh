@@ -4,14 +4,14 @@
 #     examples/two_nodes.sh 0         # in the first shell: this node hosts the job
 #     examples/two_nodes.sh 1         # in the second: it joins
 #
-# Arguments after the number go to train_gpt.py, and have to be the same in both: --steps 200.
-# On two machines, set in both shells what each of them must know:
+# Arguments after the number are passed to train_gpt.py and must be the same in both: --steps 200.
+# On two machines, set these variables in both shells first:
 #
 #     export ENDPOINT=node-a:29400    # as the second machine reaches the first
 #     export ECHELON_SECRET=...       # the same on both: openssl rand -hex 32
 #
-# Then try this from a third shell, while it trains: pkill -9 -f 'node-rank 1'. The first node says
-# who is lost, and waits; start the second again, and training does too.
+# While it trains, try this from a third shell: pkill -9 -f 'node-rank 1'. The first node reports
+# which ranks are lost, and waits; start the second again, and training continues.
 set -euo pipefail
 place=${1:?the number of this node: 0 or 1}
 shift

@@ -73,6 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.watch:
         return _watch(arguments)
     from echelon.analysis.diagnose import examine
+    from echelon.analysis.report.clean import clean
 
     picture, report = examine(arguments.path)
     if arguments.html is not None:
@@ -87,6 +88,9 @@ def _run(arguments: argparse.Namespace) -> int:
         _print_json(report)
     else:
         _print_text(report, picture if report.healthy else None)
+        for path in (arguments.html, arguments.trace):
+            if path is not None:
+                print(f"  wrote {clean(str(path))}")
     return report.exit_code
 
 

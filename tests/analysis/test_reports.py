@@ -318,6 +318,9 @@ def test_the_page_and_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFi
     folder = hung().write(tmp_path / "incident_0")
     page, trace = tmp_path / "a.html", tmp_path / "a.json"
     assert main([str(folder), "--html", str(page), "--trace", str(trace)]) == 1
+    assert capsys.readouterr().out.endswith(f"\n  wrote {page}\n  wrote {trace}\n")
+    assert main([str(folder), "--html", str(page), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads(trace.read_text())
     assert main([str(folder), "--html", str(tmp_path / "no" / "where.html")]) == 2

@@ -58,7 +58,7 @@ def test_a_resumed_run_counts_from_where_it_was():
     run_steps(progress, clock, num_steps=10, step_s=0.5)
     assert len(stream.getvalue().splitlines()) == 1
     assert progress.summary().startswith(
-        "10 steps in 5.0 s: 500 ms an iteration, 2.00 ktokens/s, 4.00 GFLOP/s ("
+        "10 steps in 5.0 s: 500 ms per iteration, 2.00 ktokens/s, 4.00 GFLOP/s ("
     )
 
 

@@ -91,7 +91,7 @@ def test_a_run_ends_with_its_figures_and_a_sample(alone):
         r"^model: 2 layers, width 32, 2 heads, context 32: 33,\d{3} parameters, fp32$",
         r"^world: 1 ranks, replicas, shm, cpu$",
         r"^step 20/20  loss \d\.\d{5}  \d.* ms  .*tokens/s  MFU \d.*%  ETA 0:00$",
-        r"^20 steps in .* ms an iteration, .*tokens/s, .*FLOP a token = 6 N \+ 12 L C T\)$",
+        r"^20 steps in .* ms per iteration, .*tokens/s, .*FLOP per token = 6 N \+ 12 L C T\)$",
         r"^MFU \d.*% of .*FLOP/s, all ranks' peak together \(measured\)$",
         r"^validation loss \d\.\d{4} ",
         r"^bigram loss     \d\.\d{4} ",

@@ -171,10 +171,10 @@ class Progress:
         flops_per_s = scale.flops_per_s(step_s)
         speed = (
             f"{self.num_steps_seen} steps in {self.training_s:.1f} s: "
-            f"{as_milliseconds(step_s)} an iteration, "
+            f"{as_milliseconds(step_s)} per iteration, "
             f"{with_unit(scale.tokens_per_s(step_s), 'tokens/s')}, "
             f"{with_unit(flops_per_s, 'FLOP/s')} "
-            f"({with_unit(scale.flops_per_token, 'FLOP')} a token = 6 N + 12 L C T)"
+            f"({with_unit(scale.flops_per_token, 'FLOP')} per token = 6 N + 12 L C T)"
         )
         if scale.peak is None:
             return speed
