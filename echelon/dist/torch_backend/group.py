@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,9 +32,6 @@ from echelon.dist.torch_backend.tensors import Finish
 from echelon.dist.torch_backend.work import TorchWork, joined
 from echelon.dist.work import Work
 
-if TYPE_CHECKING:
-    from echelon.dist.torch_backend.create import Maker
-
 Tensor = Any
 Start = Callable[..., Work | None]  # called with async_op and timeout_s
 
@@ -43,10 +40,25 @@ _MOMENT_S = 0.001
 _open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
 
+class Factory(Protocol):
+    """The factory for the echelon group behind one torch group."""
+
+    rank: int
+    size: int
+    timeout_s: float
+
+    def make(self, description: str) -> ProcessGroup:
+        """Create the group; block until all members have joined."""
+        ...
+
+    def close(self) -> None:
+        """Disconnect from the store."""
+
+
 class TorchGroup(Identity):
     """A torch group, with the methods of an echelon ProcessGroup under torch's names."""
 
-    def __init__(self, maker: Maker, store: Any) -> None:
+    def __init__(self, maker: Factory, store: Any) -> None:
         super().__init__(maker.rank, maker.size, store)
         self._maker = maker
         self._made: ProcessGroup | None = None
@@ -308,9 +320,13 @@ class TorchGroup(Identity):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the group's later operations."""
-        self._maker.timeout_s = timeout.total_seconds()
+        self.set_timeout_s(timeout.total_seconds())
+
+    def set_timeout_s(self, timeout_s: float) -> None:
+        """Set the timeout of the group's later operations, in seconds."""
+        self._maker.timeout_s = timeout_s
         if self._made is not None:
-            self._made.timeout_s = timeout.total_seconds()
+            self._made.timeout_s = timeout_s
 
     _set_default_timeout = set_timeout
 

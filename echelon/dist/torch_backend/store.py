@@ -86,10 +86,11 @@ def _join(client: tuple[int, str, int], timeout_s: float) -> TCPStore:
 
 def _connect(client: tuple[int, str, int], timeout_s: float) -> TCPStore:
     _, host, port = client
-    return TCPStore(host, port, timeout=timeout_s, observer=_observed)
+    return TCPStore(host, port, timeout=timeout_s, observer=observed)
 
 
-def _observed(operation: str, key: str) -> span:
+def observed(operation: str, key: str) -> span:
+    """Record a wait for the store."""
     return span("store", f"{operation} {key}")
 
 
@@ -98,7 +99,7 @@ class TorchStore(Store):
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self.observer = _observed
+        self.observer = observed
 
     @property
     def endpoint(self) -> str:
