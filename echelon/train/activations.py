@@ -6,10 +6,11 @@
     selective    a block keeps its inputs and the results of matrix products and attention, which
                  are the most expensive to recompute, and recomputes all other results.
 
-The recomputed forward repeats the first forward operation by operation, with the same random
-numbers, so gradients have the same bits. Only a block's `forward` is replaced, not its hooks.
-Therefore, `fully_shard` gathers a unit around both forwards, and may be called before or after
-`checkpoint_activations`. Modules are not wrapped, so the names in a state dict do not change.
+The recomputed forward pass repeats the first forward pass operation by operation, with the same
+random numbers, so gradients have the same bits. Only a block's `forward` is replaced, not its
+hooks. Therefore, `fully_shard` gathers a unit around both forward passes, and may be called before
+or after `checkpoint_activations`. Modules are not wrapped, so the names in a state dict do not
+change.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def costly_operations() -> list[Any]:
 
 
 class _Checkpointed:
-    """The checkpointed forward of a block, as an object that is copied together with the block."""
+    """The checkpointed forward pass of a block, as an object that is copied with the block."""
 
     def __init__(self, forward: Callable[..., Any], kept: frozenset[Any] | None) -> None:
         self._forward = forward

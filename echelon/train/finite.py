@@ -110,8 +110,8 @@ class FiniteGuard:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients so that their norm is at most `max_norm`, or count a skipped step.
 
-        Call the method once per step, after the last backward. It is collective among the ranks of
-        `over` and blocks until the gradients have been reduced.
+        Call the method once per step, after the last backward pass. It is collective among the
+        ranks of `over` and blocks until the gradients have been reduced.
 
         Args:
             max_norm: the limit, as in `clip_grad_norm_`; with infinity, the norm is only measured.

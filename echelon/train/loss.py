@@ -58,7 +58,7 @@ def chunked_cross_entropy(
             about 64 MiB.
         recompute: whether backward recomputes the logits, as described at the top of this module;
             None means only for float16. If gradients are computed in forward, a second backward
-            over the same graph raises a RuntimeError.
+            pass over the same graph raises a RuntimeError.
 
     Returns:
         The loss, a float32 scalar (float64 for float64).

@@ -17,7 +17,7 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Set whether backward passes inside the block reduce gradients.
 
     If `enabled` is False, gradients of whole parameters accumulate in this rank's memory. The next
-    backward that reduces gradients includes the accumulated gradients.
+    backward pass that reduces gradients includes the accumulated gradients.
 
     Example:
         >>> _ = fully_shard(model)
@@ -76,7 +76,7 @@ def unshard(module: nn.Module) -> None:
 
 @uncompiled_call
 def reshard(module: nn.Module) -> None:
-    """Release all units in a module. A later backward gathers the units again.
+    """Release all units in a module. A later backward pass gathers the units again.
 
     Example:
         >>> _ = fully_shard(model, reshard_after_forward=False)

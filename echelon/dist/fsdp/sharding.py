@@ -59,7 +59,7 @@ def fully_shard(
         reshard_after_forward: True releases the parameters after forward and gathers them again for
             backward. False keeps the parameters. A number k that divides the group size makes each
             rank keep 1/k of the parameters, and k neighbouring ranks gather them for backward. The
-            outermost module keeps its parameters if a backward follows.
+            outermost module keeps its parameters if a backward pass follows.
         mp_policy: the dtypes of computation and communication.
         ignored_params: parameters that are not sharded; the caller must keep them equal on all
             ranks.

@@ -143,7 +143,7 @@ def _autograd_is_compiled() -> bool:
 
 
 def _refuse_units(roots: Any) -> None:
-    """Refuse a backward that reaches a unit under Compiled Autograd.
+    """Refuse a backward pass that reaches a unit under Compiled Autograd.
 
     Compiled Autograd extracts all saved tensors before the first hook runs, when the unit has not
     been gathered yet.

@@ -64,18 +64,19 @@ class Entry:
         outer: whether the unit contains other units.
         borrowed: the units whose parameters this unit also uses.
         borrowers: the units that use this unit's parameters.
-        recording: the recording of the forwards of an outermost unit; None for an inner unit.
-        place: the position of this unit in the order in which forwards began; -1 if its forward has
-            not begun.
-        has_begun: whether a forward has begun and not yet been followed by a complete backward.
-        ended_at: the position of this unit in the order in which forwards ended.
+        recording: the recording of the forward passes of an outermost unit; None for an inner unit.
+        place: the position of this unit in the order in which forward passes began; -1 if its
+            forward pass has not begun.
+        has_begun: whether a forward pass has begun and not yet been followed by a complete backward
+            pass.
+        ended_at: the position of this unit in the order in which forward passes ended.
         held: whether the program holds the unit. A held unit is neither released nor reduced.
-        sync: whether the backward reduces the unit's gradients.
-        calls: the forward calls whose backward is not complete.
-        is_unwatched: whether the end of some call's backward cannot be observed, because none of
-            the call's inputs requires a gradient.
-        missing: the parameters without a gradient in this backward; None if no gradient has arrived
-            yet.
+        sync: whether the backward pass reduces the unit's gradients.
+        calls: the forward calls whose backward pass is not complete.
+        is_unwatched: whether the end of some call's backward pass cannot be observed, because none
+            of the call's inputs requires a gradient.
+        missing: the parameters without a gradient in this backward pass; None if no gradient has
+            arrived yet.
     """
 
     number: int
@@ -107,17 +108,17 @@ class Entry:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward would now reduce the gradients."""
+        """Whether a backward pass would now reduce the gradients."""
         return self.sync and not self.held
 
     def awaits(self) -> set[Hashable]:
-        """Return the parameters whose gradients are still awaited in this backward."""
+        """Return the parameters whose gradients are still awaited in this backward pass."""
         if self.missing is None:
             self.missing = self.facts.trained()
         return self.missing
 
     def begin_call(self, call: int) -> None:
-        """Record that the backward of a forward call is expected, unless it is already complete."""
+        """Expect the backward pass of a forward call, unless that pass is already complete."""
         if call == UNWATCHED:
             self.is_unwatched = True
         elif call in self._kept_calls:  # their graph is gone through again, all of it
@@ -126,16 +127,16 @@ class Entry:
             self.calls.add(call)
 
     def end_call(self, call: int) -> None:
-        """Record that the backward of a call has reached the unit's inputs."""
+        """Record that the backward pass of a call has reached the unit's inputs."""
         self.calls.discard(call)
         self._ended_calls.add(call)
 
     def drop_call(self, call: int) -> None:
-        """Record that a call's graph was freed, which rules out a backward."""
+        """Record that a call's graph was freed, which rules out a backward pass."""
         self.calls.discard(call)
 
     def keep_calls(self) -> None:
-        """Expect the backward of completed calls again, in case their graph is reused.
+        """Expect the backward pass of completed calls again, in case their graph is reused.
 
         This method is called after an autograd run that produced only gradients of inputs.
         """
@@ -143,7 +144,7 @@ class Entry:
         self._ended_calls = set()
 
     def forget_backward(self) -> None:
-        """Reset the state of the backward, in preparation for the next backward."""
+        """Reset the state of the backward pass, in preparation for the next backward pass."""
         self.missing = None
         self.calls.clear()
         self._kept_calls, self._ended_calls = self._ended_calls, set()

@@ -1,11 +1,12 @@
 """Turn events into actions for the units of one group.
 
-`Order` records the order in which forwards request units, and uses these records to gather the next
-units ahead of time. The records are the same on all ranks, so all ranks gather the same units.
+`Order` records the order in which forward passes request units, and uses these records to gather
+the next units ahead of time. The records are the same on all ranks, so all ranks gather the same
+units.
 
-[Note: when a step fails] An exception may leave a unit's forward or backward unfinished. At the
-unit's next forward, the order starts over: it waits for gathers in progress, releases all units,
-and drops gradients that were not reduced. The program can then continue with
+[Note: when a step fails] An exception may leave a unit's forward or backward pass unfinished.
+At the unit's next forward pass, the order starts over: it waits for gathers in progress, releases
+all units, and drops gradients that were not reduced. The program can then continue with
 `optimizer.zero_grad()` and the next batch. After an error in a collective, however, the group is
 unusable.
 """
@@ -64,23 +65,23 @@ class Order:
         return self._run is not None and not self._failed
 
     def is_nested(self, entry: Entry) -> bool:
-        """Return whether a unit's forward is running inside an outer unit's forward."""
+        """Return whether a unit's forward pass is running inside an outer unit's forward pass."""
         opened = self._open()
         return not self._failed and entry in opened and opened[0] is not entry
 
     def is_at_work(self, entry: Entry) -> bool:
-        """Return whether a backward or a unit's forward is running."""
+        """Return whether a backward pass or a unit's forward pass is running."""
         return self.in_backward or (not self._failed and entry in self._open())
 
     # ---- forward ----
 
     def forward_begins(self, entry: Entry, *, records: bool, trains: bool) -> Actions:
-        """Handle the beginning of a unit's forward.
+        """Handle the beginning of a unit's forward pass.
 
         Args:
-            records: whether autograd records the forward.
-            trains: whether a backward may follow. Under a reentrant checkpoint, this may be True
-                although `records` is False.
+            records: whether autograd records the forward pass.
+            trains: whether a backward pass may follow. Under a reentrant checkpoint, this may be
+                True although `records` is False.
         """
         if self.in_backward:  # activations are computed again
             self._running().enters(entry)
@@ -97,10 +98,10 @@ class Order:
         return self._residency.take()
 
     def forward_ends(self, entry: Entry, *, has_graph: bool) -> Actions:
-        """Handle the end of a unit's forward.
+        """Handle the end of a unit's forward pass.
 
         Args:
-            has_graph: whether the forward's outputs have an autograd graph.
+            has_graph: whether the outputs of the forward pass have an autograd graph.
         """
         if self.in_backward:
             return []
@@ -173,7 +174,7 @@ class Order:
         return self._residency.take()
 
     def backward_asks(self) -> list[int]:
-        """Return this rank's votes on which recordings take part in the current backward.
+        """Return this rank's votes on which recordings take part in the current backward pass.
 
         Each vote is a number for one recording, and the maximum over all ranks is the result. If no
         agreement is necessary, the list is empty on all ranks.
@@ -276,7 +277,7 @@ class Order:
     # ---- recording ----
 
     def _open(self) -> list[Entry]:
-        """Return the units whose forwards are running, outermost first."""
+        """Return the units whose forward passes are running, outermost first."""
         return [entry for ref in self._opened if (entry := ref()) is not None]
 
     def _close(self, entry: Entry) -> None:
@@ -286,7 +287,7 @@ class Order:
         self._opened = [weakref.ref(one) for one in opened]
 
     def _recording(self, entry: Entry | None = None) -> Recording:
-        """Return the recording of the outermost running forward, or of `entry` if there is none."""
+        """Return the recording of the outermost running forward pass; if none runs, of `entry`."""
         opened = self._open()
         outermost = opened[0] if opened else entry
         assert outermost is not None
@@ -295,7 +296,7 @@ class Order:
         return outermost.recording
 
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
-        """Return whether the backward is expected to begin with this unit.
+        """Return whether the backward pass is expected to begin with this unit.
 
         For an outermost unit without inner units, the answer is False, because other units may
         follow it.
@@ -320,7 +321,7 @@ class Order:
         self._residency.wait(entry)
 
     def _is_lent(self, entry: Entry) -> bool:
-        """Return whether a running forward of another unit uses this unit's parameters."""
+        """Return whether a running forward pass of another unit uses this unit's parameters."""
         return any(entry in running.borrowed for running in self._open())
 
     def _running(self) -> Run:

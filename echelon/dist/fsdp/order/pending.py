@@ -1,4 +1,4 @@
-"""Track the recordings whose backward is incomplete, and select those that take part in a run.
+"""Track recordings whose backward pass is incomplete, and select those that take part in a run.
 
 Ranks may delete a recording at different times, so recordings are identified by number. See [Note:
 models that are deleted].
@@ -17,7 +17,7 @@ _IS_NOT_REACHED, _TAKES_PART, _IS_DELETED = 0, 1, 2
 
 
 class Pending:
-    """The recordings whose backward is not yet complete."""
+    """The recordings whose backward pass is not yet complete."""
 
     def __init__(self) -> None:
         self._recordings: dict[int, weakref.ref[Recording]] = {}
@@ -25,7 +25,7 @@ class Pending:
         self._communicating: set[int] = set()
 
     def add(self, recording: Recording, entry: Entry) -> None:
-        """Record that a backward will follow a unit's forward."""
+        """Record that a backward pass will follow a unit's forward pass."""
         self._recordings[recording.number] = weakref.ref(recording)
         if not entry.held:
             self._communicating.add(recording.number)
@@ -42,7 +42,7 @@ class Pending:
         return [one for one in found if one is not None]
 
     def entries(self) -> set[Entry]:
-        """Return the units that expect a backward."""
+        """Return the units that expect a backward pass."""
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
@@ -80,7 +80,7 @@ class Pending:
         return found
 
     def complete(self, recordings: list[Recording]) -> None:
-        """Record that the backward of these recordings is complete."""
+        """Record that the backward pass of these recordings is complete."""
         partners = {one.number for one in recordings}
         for recording in recordings:
             if recording.complete(partners):

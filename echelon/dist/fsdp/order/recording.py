@@ -1,4 +1,4 @@
-"""Record the forwards of one outermost unit, which is usually a whole model.
+"""Record the forward passes of one outermost unit, which is usually a whole model.
 
 [Note: ownership] A unit owns its entry. The entry of an outermost unit owns a recording, which
 refers to the entries of the inner units. The order itself has only weak references to entries and
@@ -6,9 +6,9 @@ recordings, so deleting a model frees all of them.
 
 [Note: models that are deleted] The garbage collector runs at different times on different ranks, so
 the ranks' decisions must not depend on which units exist. The order keeps the *numbers* of the
-recordings whose backward is not complete. If there are several recordings, the ranks agree at the
-end of a backward on those that take part. A recording takes part if at least one rank has reached
-it and no rank has deleted it.
+recordings whose backward pass is incomplete. If there are several recordings, the ranks agree at
+the end of a backward pass on those that take part. A recording takes part if at least one rank has
+reached it and no rank has deleted it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(eq=False)
 class Recording:
-    """The record of the forwards of one outermost unit.
+    """The record of the forward passes of one outermost unit.
 
     Attributes:
         number: the outermost unit's number.
-        following: for each unit, the unit that the last forward requested after it.
-        last: the last unit requested in the running forward.
-        final: the last unit requested in the last complete forward.
-        begun, ended: the forwards that began and ended since the last backward.
-        begun_before: the forwards that began before the last backward.
-        partners: the numbers of the recordings that took part in every backward of this recording;
-            None before the first backward.
-        unreduced: the units that may have unreduced gradients from earlier backwards.
+        following: for each unit, the unit that the last forward pass requested after it.
+        last: the last unit requested in the running forward pass.
+        final: the last unit requested in the last complete forward pass.
+        begun, ended: the forward passes that began and ended since the last backward pass.
+        begun_before: the forward passes that began before the last backward pass.
+        partners: the numbers of the recordings that took part in every backward pass of this
+            recording; None before the first backward pass.
+        unreduced: the units that may have unreduced gradients from earlier backward passes.
     """
 
     number: int
@@ -46,13 +46,13 @@ class Recording:
     unreduced: dict[Entry, None] = field(default_factory=dict)
 
     def follow(self, entry: Entry) -> None:
-        """Record that a forward requests a unit."""
+        """Record that a forward pass requests a unit."""
         if self.last is not None and self.last is not entry:
             self.following[self.last] = entry
         self.last = entry
 
     def after(self, entry: Entry) -> list[Entry]:
-        """Return the units that the last forward requested after `entry`, at most `entry.depth`."""
+        """Return up to `entry.depth` units that the last forward pass requested after `entry`."""
         following: list[Entry] = []
         depth = entry.depth
         while len(following) < depth and (due := self.following.get(entry)) is not None:
@@ -61,15 +61,15 @@ class Recording:
         return following
 
     def end_forward(self) -> None:
-        """Record the end of the outermost forward."""
+        """Record the end of the outermost forward pass."""
         self.final, self.last = self.last, None
 
     def is_with(self, other: Recording) -> bool:
-        """Return whether this recording and another are expected to share a backward."""
+        """Return whether this recording and another are expected to share a backward pass."""
         return other is self or (self.partners is not None and other.number in self.partners)
 
     def wants_reduction(self) -> bool:
-        """Return whether gradients of an earlier backward must be reduced now."""
+        """Return whether gradients of an earlier backward pass must be reduced now."""
         return any(entry.reduces and entry.facts.has_gradients() for entry in self.unreduced)
 
     def complete(self, partners: set[int]) -> bool:
@@ -88,23 +88,23 @@ class Recording:
         return reduced
 
     def forget(self) -> None:
-        """Forget all forwards since the last backward."""
+        """Forget all forward passes since the last backward pass."""
         self.last = None
         self.begun, self.ended, self.unreduced = {}, {}, {}
 
 
 def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units in the order in which their forwards began."""
+    """Return the units in the order in which their forward passes began."""
     return _merged((one.begun for one in recordings), by="place")
 
 
 def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards preceded the last backward, in the order of the forwards."""
+    """Return the units whose forward passes preceded the last backward pass, in that order."""
     return _merged((one.begun_before for one in recordings), by="place")
 
 
 def ended_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units in the order in which their forwards ended."""
+    """Return the units in the order in which their forward passes ended."""
     return _merged((one.ended for one in recordings), by="ended_at")
 
 

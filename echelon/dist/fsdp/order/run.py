@@ -2,15 +2,15 @@
 
 Two rules keep the ranks in step:
 
-* Units are gathered in the reverse of the order in which their forwards *ended*. A request for a
-  unit also gathers the units before it in this order.
-* Gradients are reduced in the reverse of the order in which forwards *began*. A unit that is ready
-  waits for the units before it.
+* Units are gathered in the reverse of the order in which their forward passes *ended*. A request
+  for a unit also gathers the units before it in this order.
+* Gradients are reduced in the reverse of the order in which forward passes *began*. A unit that is
+  ready waits for the units before it.
 
 A unit's parameters are released once autograd has computed the gradients of all the parameters, or
 of all the unit's inputs. If a unit has frozen parameters and its inputs need no gradients, the unit
 is released at the end of the run. A run that computes only gradients of inputs (the first half of a
-split backward) neither releases nor reduces anything.
+split backward pass) neither releases nor reduces anything.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Run:
 
     Args:
         recordings: the recordings of the outermost units that may take part.
-        ended: the units' forwards since the last run, in the order they ended.
-        begun: the same forwards, in the order they began.
+        ended: the units' forward passes since the last run, in the order they ended.
+        begun: the same forward passes, in the order they began.
         is_again: whether this run repeats the last one through retained graphs. If so, `begun` is
             that of the last run, and units that this run does not reach are skipped.
 
@@ -103,7 +103,7 @@ class Run:
         self.look(entry, passed=False)
 
     def look(self, entry: Entry, *, passed: bool) -> None:
-        """Check whether a unit's backward is complete.
+        """Check whether a unit's backward pass is complete.
 
         Args:
             passed: whether autograd has computed the gradients of the unit's inputs.

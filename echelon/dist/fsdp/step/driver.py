@@ -156,11 +156,11 @@ class Driver:
     # ---- events ----
 
     def is_nested(self, unit: Unit) -> bool:
-        """Return whether a unit's forward is running inside an outer unit's forward."""
+        """Return whether a unit's forward pass is running inside an outer unit's forward pass."""
         return self.order.is_nested(unit.entry)
 
     def is_at_work(self, unit: Unit) -> bool:
-        """Return whether a backward or a unit's forward is running."""
+        """Return whether a backward pass or a unit's forward pass is running."""
         _ = self.in_backward
         return self.order.is_at_work(unit.entry)
 
@@ -172,11 +172,11 @@ class Driver:
         return self.order.in_backward
 
     def before_forward(self, unit: Unit, *, trains: bool) -> None:
-        """Gather a unit's parameters before its forward.
+        """Gather a unit's parameters before its forward pass.
 
         Args:
-            unit: the unit whose forward is about to begin.
-            trains: whether a backward may follow.
+            unit: the unit whose forward pass is about to begin.
+            trains: whether a backward pass may follow.
         """
         with self._failing():
             _ = self.in_backward
@@ -184,7 +184,7 @@ class Driver:
             self._do(self.order.forward_begins(unit.entry, records=records, trains=trains))
 
     def after_forward(self, unit: Unit, *, has_graph: bool) -> None:
-        """Release a unit's parameters, or keep them for its backward."""
+        """Release a unit's parameters, or keep them for its backward pass."""
         with self._failing():
             _ = self.in_backward
             self._do(self.order.forward_ends(unit.entry, has_graph=has_graph))

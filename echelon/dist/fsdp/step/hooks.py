@@ -132,7 +132,7 @@ class _ModuleHooks:
         self._inputs: list[weakref.ref[torch.Tensor]] = []  # those that are watched
 
     def follow_move(self) -> None:
-        """Report to the unit's new driver, and forget any unfinished forward."""
+        """Report to the unit's new driver, and forget any unfinished forward pass."""
         self._driver = driver_of(self._unit)
         self._ran.clear()
         self._call, self._inputs = None, []
@@ -163,8 +163,8 @@ class _ModuleHooks:
     def _detached_from_unit(self, output: Any) -> Any:
         """Return new tensors in place of outputs that are inputs or share memory with parameters.
 
-        The gradient of an output marks the beginning of the unit's backward, and the gradient of an
-        input marks the end, so one tensor must not be both.
+        The gradient of an output marks the beginning of the unit's backward pass, and the gradient
+        of an input marks the end, so one tensor must not be both.
         """
         inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
 
@@ -208,7 +208,7 @@ class _ModuleHooks:
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
-    """Return whether a backward may follow."""
+    """Return whether a backward pass may follow."""
     return torch.is_grad_enabled() or any(
         tensor.requires_grad for tensor in tensors_in((args, kwargs))
     )
@@ -229,7 +229,7 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
 
 
 class _Told:
-    """A callback that runs once per backward, when the inputs of a call have gradients."""
+    """A callback that runs once per backward pass, when the inputs of a call have gradients."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -265,8 +265,8 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
 def _inner(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor, to be used only inside the unit.
 
-    The view's gradient is complete when the unit's backward is complete. The tensor's own gradient
-    may include contributions from other units.
+    The view's gradient is complete when the unit's backward pass is complete. The tensor's own
+    gradient may include contributions from other units.
     """
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 

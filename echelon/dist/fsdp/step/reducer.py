@@ -1,9 +1,9 @@
-"""Run all reductions of one backward concurrently.
+"""Run all reductions of one backward pass concurrently.
 
-At the end of the backward, the ranks compare hashes of the order in which they gathered and reduced
-units. On a mismatch, the error names a rank whose order differs. The ranks also tell each other
-which parameters have gradients. If no rank has a gradient for a parameter, the parameter's `.grad`
-is left unchanged.
+At the end of the backward pass, the ranks compare hashes of the order in which they gathered and
+reduced units. On a mismatch, the error names a rank whose order differs. The ranks also tell each
+other which parameters have gradients. If no rank has a gradient for a parameter, the parameter's
+`.grad` is left unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 class Reducer:
-    """The reductions of one backward. All ranks must call `start` in the same order.
+    """The reductions of one backward pass. All ranks must call `start` in the same order.
 
     Args:
         pool: the source of buffers.

@@ -23,7 +23,7 @@ _SMALL = 8
 
 
 class Reduction:
-    """The gradients of one flat in one backward.
+    """The gradients of one flat in one backward pass.
 
     Args:
         flat: the flat whose gradients are reduced.

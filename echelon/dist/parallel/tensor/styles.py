@@ -189,7 +189,7 @@ def _divide_rows(name: str, linear: nn.Linear, setting: Setting) -> int:
 
 
 class _Forward:
-    """The forward of one divided module, which replaces the forward of the module's class."""
+    """The forward pass of one divided module, which replaces that of the module's class."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward

@@ -59,7 +59,7 @@ def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 def pass_on(computed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run the backward of the program's own graph, with the gradients that the leaves received."""
+    """Run the backward pass of the program's own graph, with the gradients of the leaves."""
     some = [(one, leaf.grad) for one, leaf in computed if leaf.grad is not None]
     if some:
         torch.autograd.backward([one for one, _ in some], [gradient for _, gradient in some])

@@ -1,4 +1,4 @@
-"""Run a backward in two halves: input gradients now, and weight gradients later.
+"""Run a backward pass in two halves: input gradients now, and weight gradients later.
 
 In a stage's autograd graph, nodes compute gradients, and parameters are attached to nodes. A
 typical linear layer looks like this:
@@ -10,7 +10,7 @@ typical linear layer looks like this:
 The first half runs the engine only for the inputs and records the gradients that arrive at each
 node with parameters; these nodes skip any product that only a weight needs. The second half runs
 each recorded node again, only for its parameters. Each product is thus computed once, by the same
-kernels as in a full backward, so the gradients are bitwise identical.
+kernels as in a full backward pass, so the gradients are bitwise identical.
 
 Not everything is deferred. The gradients of the following parameters are computed immediately,
 together with the gradients of the inputs:
@@ -21,8 +21,8 @@ together with the gradients of the inputs:
 * parameters of a Python `autograd.Function`, because the function would compute everything twice.
 
 A hook that changes a gradient runs twice, once in each half. If you use such hooks, choose a
-schedule with full backwards (gpipe, 1f1b, ...). With activation checkpointing, each half recomputes
-the activations once (see `recomputation.py`).
+schedule with full backward passes (gpipe, 1f1b, ...). With activation checkpointing, each half
+recomputes the activations once (see `recomputation.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Deferred:
 
 @dataclass
 class WeightHalf:
-    """The second half of a backward, which can be run only once."""
+    """The second half of a backward pass, which can be run only once."""
 
     _deferred: list[_Deferred] = field(default_factory=list)
 

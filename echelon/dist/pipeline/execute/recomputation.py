@@ -1,7 +1,7 @@
-"""Avoid repeated recomputation when a backward with activation checkpointing is split in two.
+"""Avoid repeated recomputation when a backward pass with activation checkpointing is split in two.
 
-The weight half of a backward runs many small parts of the graph, each in a separate call. Torch
-recomputes a checkpointed region in every call, unless the calls are declared to be one group.
+The weight half of a backward pass runs many small parts of the graph, each in a separate call.
+Torch recomputes a checkpointed region in every call, unless the calls are declared to be one group.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _Group: Any = getattr(checkpoint, "GraphExecGroup", None)  # of newer versions o
 def recomputed_once() -> AbstractContextManager[object]:
     """Make the backward calls inside the block recompute each checkpointed region only once.
 
-    The calls inside one block must not use a saved tensor twice. Each half of a backward therefore
-    needs its own block.
+    The calls inside one block must not use a saved tensor twice. Each half of a backward pass
+    therefore needs its own block.
     """
     if _Group is None or _Group._get_current_group() is not None:
         return nullcontext()
@@ -32,7 +32,7 @@ def recomputed_once() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def recomputations(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield a list to which each submodule is added when its forward runs inside the block."""
+    """Yield a list to which each submodule is added when its forward pass runs inside the block."""
     own = {id(part) for part in module.modules()}
     seen: list[nn.Module] = []
 

@@ -173,7 +173,7 @@ class Pipeline:
     def step(
         self, inputs: Any = None, targets: Any = None, *, loss_scale: float = 1.0
     ) -> list[torch.Tensor] | None:
-        """Run the forwards and backwards of one batch, averaging gradients over the micro-batches.
+        """Run the forward and backward passes of a batch; average gradients over its micro-batches.
 
         Gradients are added to the parameters' `.grad`, as in autograd; the caller runs the
         optimizer. Sizes may differ between steps and between micro-batches.
@@ -220,15 +220,15 @@ class Pipeline:
         targets: Sequence[list[torch.Tensor]],
         listener: Listener,
     ) -> list[torch.Tensor]:
-        """Run the forwards and backwards of one batch without adding or reducing any gradients.
+        """Run the forward and backward passes of one batch, but add and reduce no gradients.
 
         `echelon.train.same_bits` builds on this method. Sharded stages must already be gathered.
 
         Args:
             inputs: on the first stage's rank, the tensors of each micro-batch.
             targets: on the last stage's rank, the tensors of each micro-batch's targets.
-            listener: seeds the random generators before each forward, and removes the gradients
-                from `.grad` after each backward.
+            listener: seeds the random generators before each forward pass, and removes the
+                gradients from `.grad` after each backward pass.
 
         Returns:
             On the last stage's rank, the loss of each micro-batch; an empty list on other ranks.
@@ -253,7 +253,7 @@ class Pipeline:
         return [loss.detach() for loss in step.results] if self.has_last else []
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> list[Any] | None:
-        """Run forwards only, without gradients.
+        """Run forward passes only, without gradients.
 
         Args:
             inputs: as in `step`.

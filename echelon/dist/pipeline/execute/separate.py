@@ -1,8 +1,8 @@
 """Run a step that keeps the gradients of different micro-batches separate.
 
-After each backward or half of a backward, a listener removes the gradients. The state of the random
-generators travels from stage to stage with each micro-batch's activations, so that a micro-batch
-draws the same random numbers no matter where the model is divided.
+After each backward pass or half of a backward pass, a listener removes the gradients. The state of
+the random generators travels from stage to stage with each micro-batch's activations, so that a
+micro-batch draws the same random numbers no matter where the model is divided.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Listener(Protocol):
     def random(
         self, stage: Stage, microbatch: int, state: torch.Tensor | None
     ) -> AbstractContextManager[object]:
-        """Return a context that sets the random generators for a forward, and then restores them.
+        """Return a context that sets, and then restores, the random generators for a forward pass.
 
         Args:
-            stage: the stage whose forward runs.
+            stage: the stage whose forward pass runs.
             microbatch: the index of the micro-batch in the batch.
             state: the generators' state after the previous stage; None in the first stage.
         """
@@ -37,12 +37,12 @@ class Listener(Protocol):
         """Return the generators' state, as a uint8 tensor, for the next stage."""
 
     def computed(self, stage: Stage, microbatch: int, *, is_complete: bool) -> None:
-        """Take the gradients after a backward.
+        """Take the gradients after a backward pass.
 
         Args:
             stage: the stage whose parameters have gradients.
             microbatch: the index of the micro-batch in the batch.
-            is_complete: False after the first half of a backward.
+            is_complete: False after the first half of a backward pass.
         """
 
 

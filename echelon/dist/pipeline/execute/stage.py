@@ -26,7 +26,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass
 class _Saved:
-    """The data that the backward of a micro-batch needs."""
+    """The data that the backward pass of a micro-batch needs."""
 
     inputs: Tensors
     roots: list[GradientEdge]  # of the outputs that require gradients; their data may go
@@ -89,7 +89,7 @@ class Stage:
         return None if first is None else first.device
 
     def keep(self, microbatch: int, inputs: Sequence[Any], outputs: Any) -> None:
-        """Keep the data that the backward of a micro-batch needs."""
+        """Keep the data that the backward pass of a micro-batch needs."""
         if not torch.is_grad_enabled():
             return
         leaves = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
@@ -97,7 +97,7 @@ class Stage:
         self._saved[microbatch] = _Saved(leaves, roots)
 
     def backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> Tensors:
-        """Run the full backward of a micro-batch.
+        """Run the full backward pass of a micro-batch.
 
         Args:
             microbatch: the micro-batch's number.
@@ -112,7 +112,7 @@ class Stage:
         return _taken(saved.inputs)
 
     def input_half(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> Tensors:
-        """Run the half of a backward that the previous stage waits for; see `backward`."""
+        """Run the half of a backward pass that the previous stage waits for; see `backward`."""
         saved = self._saved[microbatch]
         if saved.roots:
             saved.weights = run_input_half(saved.roots, gradients, saved.inputs)

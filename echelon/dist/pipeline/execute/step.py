@@ -32,7 +32,7 @@ class Step:
         loss_fn: see `Pipeline`.
         inputs, targets: the inputs and targets of each micro-batch; empty on ranks without them.
         num_microbatches: the number of micro-batches of the whole batch.
-        seed: the gradient of each micro-batch's loss; None to run only forwards.
+        seed: the gradient of each micro-batch's loss; None to run only forward passes.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Define the actions of a schedule and their text, such as `2F0`.
 
-`2F0` is the forward of micro-batch 0 in stage 2. The text format is the same as in PyTorch's
+`2F0` is the forward pass of micro-batch 0 in stage 2. The text format is the same as in PyTorch's
 pipelining, so that schedules can be exchanged with PyTorch:
 
     2F0  2B0             forward and full backward of micro-batch 0 in stage 2
@@ -133,12 +133,12 @@ def backward(stage: int, microbatch: int) -> Action:
 
 
 def input_grad(stage: int, microbatch: int) -> Action:
-    """Return the action for the half of a backward that the previous stage needs."""
+    """Return the action for the half of a backward pass that the previous stage needs."""
     return Action(stage, Kind.INPUT_GRAD, microbatch)
 
 
 def weight_grad(stage: int, microbatch: int) -> Action:
-    """Return the action for the half of a backward that no other rank needs."""
+    """Return the action for the half of a backward pass that no other rank needs."""
     return Action(stage, Kind.WEIGHT_GRAD, microbatch)
 
 

@@ -103,7 +103,7 @@ def _check_one(index: _Index, stage: int, microbatch: int, row: list[Action]) ->
 
 
 def _check_order(plan: Plan, index: _Index) -> None:
-    """Check the order of actions within a rank, such as each forward before its backward."""
+    """Check the order of actions in a rank, such as each forward pass before its backward pass."""
     for rank, row in enumerate(plan.rows):
         own = {thing: action for action in computations(row) for thing in makes(action)}
         made = set()

@@ -19,7 +19,7 @@ class Costs:
 
     Attributes:
         forward, input_grad, weight_grad: durations for one micro-batch in one stage.
-        backward: duration of a full backward; None means input_grad + weight_grad.
+        backward: duration of a full backward pass; None means input_grad + weight_grad.
         overlap: duration of an overlapped pair, as a fraction of the sum of its parts.
         latency: latency of a message between two ranks.
         bandwidth: number of bytes that a link transfers per unit of time; each link sends one

@@ -1,9 +1,9 @@
 """Create a fitted schedule, in which a free rank always takes the most urgent action that can run.
 
-Input gradients are the most urgent actions because they free memory. Forwards follow, as far as
-memory allows. Weight gradients fill idle time, and come first when memory is short. The schedule is
-the order of a simulated run, so it cannot deadlock. It may beat the named schedules if the stages
-differ in cost.
+Input gradients are the most urgent actions because they free memory. Forward passes follow, as far
+as memory allows. Weight gradients fill idle time, and come first when memory is short. The schedule
+is the order of a simulated run, so it cannot deadlock. It may beat the named schedules if the
+stages differ in cost.
 """
 
 from __future__ import annotations

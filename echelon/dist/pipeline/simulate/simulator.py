@@ -70,9 +70,10 @@ def simulate(
 
     Args:
         plan: any plan. Its messages and sharding actions take no time.
-        forward: the cost of one chunk's forward, as one number for all stages or one per stage.
+        forward: the cost of one chunk's forward pass, as one number for all stages or one per
+            stage.
         input_grad: cost of the gradient of one chunk's input.
-        weight_grad: cost of the gradient of one chunk's weights; a full backward takes
+        weight_grad: cost of the gradient of one chunk's weights; a full backward pass takes
             input_grad + weight_grad.
         costs: all costs; replaces the three arguments above.
 

@@ -1,9 +1,9 @@
-"""DualPipeV: two chunks per rank in a V, with forwards and backwards overlapped.
+"""DualPipeV: two chunks per rank in a V, with forward and backward passes overlapped.
 
-Rank r holds stages r and 2p - 1 - r. In the steady state, each action combines a forward and a
-backward, and the communication of one is hidden behind the computation of the other. Backwards
-are split only near the beginning and the end of the schedule. (The schedule is DeepSeek's DualPipe,
-cut in half as Sea AI Lab proposed.)
+Rank r holds stages r and 2p - 1 - r. In the steady state, each action combines a forward pass and a
+backward pass, and the communication of one is hidden behind the computation of the other. Backward
+passes are split only near the beginning and the end of the schedule. (The schedule is DeepSeek's
+DualPipe, cut in half as Sea AI Lab proposed.)
 
 The schedule is regular for 2p or more micro-batches. With fewer micro-batches, the order for 2p
 micro-batches is used, and the missing micro-batches are left out.
@@ -50,7 +50,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def _end(row: RowBuilder, rank: int, behind: int, down: int, up: int) -> None:
-    """Append the last backwards, first full and then split, with weight gradients in between."""
+    """Append the last backward passes, first full, then split, with weight gradients in between."""
     ramp = [up, down] * (rank + 1)
     for number, stage in enumerate(ramp):
         if number <= rank:

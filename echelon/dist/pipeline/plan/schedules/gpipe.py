@@ -1,4 +1,4 @@
-"""GPipe: every forward, then every backward.
+"""GPipe: every forward pass, then every backward pass.
 
 GPipe is the simplest schedule and needs the most memory, because all micro-batches are alive at
 once.

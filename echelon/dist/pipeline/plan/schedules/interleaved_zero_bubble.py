@@ -1,4 +1,4 @@
-"""Interleaved zero bubble: interleaved 1F1B with the backward in two halves.
+"""Interleaved zero bubble: interleaved 1F1B with the backward pass in two halves.
 
 Other ranks wait only for input gradients, so weight gradients can fill the gaps. Rank r defers r
 weight gradients, which fill the gaps at the end. Each rank holds the activations of at most (chunks

@@ -1,4 +1,4 @@
-"""1F1B: each rank runs a backward as soon as it can, and then one more forward.
+"""1F1B: each rank runs a backward pass as soon as it can, and then one more forward pass.
 
 The bubble is the same as in GPipe, but rank r of p holds at most p - r micro-batches.
 """

@@ -29,7 +29,7 @@ class RowBuilder:
         self._backwards: Counter[int] = Counter()
 
     def num_forwards(self, stage: int) -> int:
-        """Return the number of a stage's forwards in the row so far."""
+        """Return the number of a stage's forward passes in the row so far."""
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
@@ -37,7 +37,7 @@ class RowBuilder:
         return any(owed == stage for owed, _ in self._owed)
 
     def forward(self, *stages: int) -> None:
-        """Append the next forward of each given stage."""
+        """Append the next forward pass of each given stage."""
         self.actions += [self._forward(stage) for stage in stages]
 
     def backward(self, stage: int) -> None:
@@ -45,7 +45,7 @@ class RowBuilder:
         self.actions.append(self._backward(stage))
 
     def overlap(self, forward_stage: int, backward_stage: int) -> None:
-        """Append a forward and a full backward as one action."""
+        """Append a forward pass and a full backward pass as one action."""
         self.actions.append(overlap(self._forward(forward_stage), self._backward(backward_stage)))
 
     def inputs(self, stage: int) -> None:

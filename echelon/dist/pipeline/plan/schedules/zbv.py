@@ -1,4 +1,4 @@
-"""ZBV: two chunks per rank in a V, with the backward in two halves.
+"""ZBV: two chunks per rank in a V, with the backward pass in two halves.
 
 Rank r holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of the V,
 and rank 0 holds both ends. If forward, input gradients and weight gradients take equal time, ranks
