@@ -103,7 +103,9 @@ class Coordinator:
         self._losses = Losses(
             options, directory, meeting, report, terminal.say, self._note_continued
         )
-        self._replacements = Replacements(options, self._losses, send, terminal.say, report)
+        self._replacements = Replacements(
+            options, self._losses.admissions, send, terminal.say, report
+        )
         # The end of a rank is known at the latest once its node counts as lost.
         dies_s = max(DIES_S, options.conf.lost_after_s + _LOOSE_S)
         self._hung = HungRanks(self._losses, send, terminal.say, dies_s)

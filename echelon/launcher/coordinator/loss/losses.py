@@ -4,9 +4,7 @@ With `--on-loss shrink`, an attempt may survive the loss of a rank that is kille
 lost with its node. Every other rank must hold all the data that it needs to continue. The remaining
 ranks are published in the job's store as an epoch. Each rank then reports once it is ready to
 continue training. If an attempt cannot survive a loss, the loss is handled as an ordinary failure,
-and the reason is logged in one line. An epoch can also admit processes that take the place of lost
-ranks; `Replacements` starts these processes. Once admitted, they are ranks like any other, but they
-hold no state until they have joined.
+and the reason is logged in one line.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
 once all ranks of an epoch have met in that store. Ranks that are cut off from the store therefore
@@ -21,25 +19,17 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic_ns
 
-from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.gathering.meeting import MeetingPlace
+from echelon.launcher.coordinator.loss.admissions import Admissions
+from echelon.launcher.coordinator.loss.epochs import PublishedEpochs
+from echelon.launcher.coordinator.loss.reports import Known, Reports, are_finishing, is_joining
 from echelon.launcher.coordinator.world import World
-from echelon.launcher.job.report import Ended, Report
+from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
-from echelon.launcher.node.standings import of_row
 from echelon.launcher.options.options import Options
-from echelon.recorder.continuation import (
-    REPLACE,
-    SHRINK,
-    Epoch,
-    Standing,
-    State,
-    epoch_key,
-    meeting_key,
-    read_standing,
-)
+from echelon.recorder.continuation import REPLACE, SHRINK, Epoch, Standing, State
 
 LOST = -1001  # exit code of a rank whose node was lost; no process can have it
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -52,6 +42,9 @@ class Losses:
         report: the job's report, to which each survived loss is added.
         say: a function that prints a line.
         note: a function that is called with an attempt and the line about how it continued.
+
+    Attributes:
+        admissions: the processes that are admitted in the place of lost ranks.
     """
 
     def __init__(
@@ -66,31 +59,27 @@ class Losses:
         self._note_line = note
         self._is_on = options.on_loss in (SHRINK, REPLACE)
         self._min_ranks = options.min_ranks
-        self._own_node = options.node_name
         self._may_move = options.conf.failover  # the store, to another node
-        self._directory = directory
         self._meeting = meeting
         self._report = report
         self._say = say
-        self._remote: dict[int, Standing] = {}  # of ranks on other nodes
+        self._reports = Reports(directory, options.node_name)
+        self._epochs = PublishedEpochs(meeting)
+        self.admissions = Admissions(self._epochs, self._reports)
         self._begin(-1)
 
     def _begin(self, attempt: int) -> None:
         self._attempt = attempt
-        self._lost: list[int] = []
-        self._left: list[int] = []  # ranks that ended by themselves, before their last step
-        self._number = 0  # of the newest epoch
-        self._awaited: Epoch | None = None  # an epoch whose ranks have not all reported
         self._causes: dict[int, str] = {}  # of ranks that were ended because they hang
-        self._first_lost_ns = 0  # when the first rank was lost since the last complete epoch
         self._lost_ns: dict[int, int] = {}  # when each rank was lost
-        self._joining: dict[int, tuple[Ended, int]] = {}  # admitted; see `World.admit`
-        self._remote.clear()
+        self._reports.clear()
+        self._epochs.clear()
+        self.admissions.clear()
 
     def take_standings(self, world: World, event: m.Standings) -> None:
         """Store a node's report about its ranks."""
         self._follow(world)
-        self._remote.update(of_row(row) for row in event.ranks)
+        self._reports.take(event.ranks)
 
     def _follow(self, world: World) -> None:
         if world.number != self._attempt:
@@ -105,7 +94,7 @@ class Losses:
         if gone or world.attempt.phase is not decide.Phase.RUNNING:
             return "ranks have ended by themselves"
         ended = dict.fromkeys(ranks, -int(signal.SIGKILL))
-        return self._why_not(world, ended, self._standings(world))
+        return self._why_not(world, ended, self._reports.read(world))
 
     def note_hang(self, world: World, rank: int, cause: str) -> None:
         """Record why a rank has been ended, before its loss is handled."""
@@ -123,55 +112,44 @@ class Losses:
         if not self._is_on or not is_running:
             return False
         self._follow(world)
-        known = self._standings(world)
-        if any(_is_own_end(code) and not _is_joining(known, rank) for rank, code in ended.items()):
+        known = self._reports.read(world)
+        if any(_is_own_end(code) and not is_joining(known, rank) for rank, code in ended.items()):
             self._note_left(world, [rank for rank, code in ended.items() if code == 0])
             return False
-        lost, who = [*self._lost, *ended], named(ended)
-        withdraws = self._withdrawn_by(ended, known)
-        if withdraws and _are_finishing(known):
-            self._take_back(world)
+        lost, who = [*self._epochs.lost, *ended], named(ended)
+        withdraws = self.admissions.withdrawn_by(ended, known)
+        if withdraws and are_finishing(known):
+            self.admissions.take_back(world)
             verb, them = ("is", "it") if len(ended) == 1 else ("are", "they")
             self._say(f"{who} {verb} lost before {them} joined; the other ranks have finished")
             return True
         why_not = self._why_not(world, ended, known)
-        why_not = why_not or self._publish(world, lost, known, withdraws=withdraws)
+        why_not = why_not or self._epochs.publish(world, lost, known, withdraws=withdraws)
         if why_not:
             self._say(f"cannot continue without {who}: {why_not}")
             return False
         self._lost_ns |= dict.fromkeys(ended, monotonic_ns())
-        for rank in ended:
-            self._joining.pop(rank, None)
+        self.admissions.note_lost(ended)
         verb = "is" if len(ended) == 1 else "are"
-        left = named(self._awaited.roster if self._awaited else ())
+        awaited = self._epochs.awaited
+        left = named(awaited.roster if awaited else ())
         self._say(f"{who} {verb} lost; continuing with {left}")
         return True
-
-    def _withdrawn_by(self, ended: Iterable[int], known: Mapping[int, Standing]) -> int:
-        """Return the epoch whose ranks need not notice a loss; 0 if they must.
-
-        That is an epoch in which the lost ranks were to join, and since which no other rank was
-        lost.
-        """
-        epoch = self._awaited
-        if epoch is None or any(r not in self._joining or not _is_joining(known, r) for r in ended):
-            return 0
-        return epoch.number if epoch.joins else epoch.withdraws
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
         """Publish that ranks ended on their own, so that other ranks do not wait for another epoch.
 
         Only waiting ranks are affected. The other ranks may be ending too, after a requested stop.
         """
-        known = self._standings(world)
+        known = self._reports.read(world)
         early = [one for one in ranks if one in known and known[one].state is not State.DONE]
         living = [one for one in range(world.size) if one not in world.ended]
         if not early or not living:
             return
-        self._left += early
-        if len(self._left) == len(early):  # the first
-            self._publish(world, self._lost, known)
-            self._awaited = None
+        self._epochs.left += early
+        if len(self._epochs.left) == len(early):  # the first
+            self._epochs.publish(world, self._epochs.lost, known)
+            self._epochs.awaited = None
 
     def look(self, world: World) -> int | None:
         """Report when all ranks of the newest epoch are ready to continue training.
@@ -182,108 +160,25 @@ class Losses:
         Returns:
             The first lost rank whose loss turns out to be a failure; None if there is none.
         """
-        epoch = self._awaited
+        epoch = self._epochs.awaited
         if epoch is None or world.number != self._attempt:
             return None
-        known = self._standings(world)
+        known = self._reports.read(world)
         standings = [known[rank] for rank in epoch.roster if rank in known]
         if all(one.epoch >= epoch.number for one in standings):
-            self._awaited = None
+            self._epochs.awaited = None
             self._note(world, epoch, standings)
         elif any(one.state is State.DONE and one.epoch < epoch.number for one in standings):
             if epoch.joins or epoch.withdraws:
-                self._take_back(world)
+                self.admissions.take_back(world)
                 return None
-            self._publish(world, self._lost, known)
-            self._awaited = None
+            self._epochs.publish(world, self._epochs.lost, known)
+            self._epochs.awaited = None
             self._say("cannot continue: a rank finished its last step while another one was lost")
-            return next(rank for rank in self._lost if not world.ended[rank].epoch)
+            return next(rank for rank in self._epochs.lost if not world.ended[rank].epoch)
         return None
 
-    # ---- processes that take the place of lost ranks ----
-
-    @property
-    def newest(self) -> int:
-        """The number of the newest epoch."""
-        return self._number
-
-    def forget_standing(self, rank: int) -> None:
-        """Forget what a lost rank reported, before another process replaces the rank."""
-        self._remote.pop(rank, None)
-
-    def waiting(self, world: World) -> list[int]:
-        """Return the ranks waiting to be admitted; none while an epoch or the job is ending."""
-        known = self._standings(world)
-        if self._awaited is not None or _are_finishing(known):
-            return []
-        return [rank for rank in world.ended if _is_joining(known, rank)]
-
-    def admit(self, world: World, ranks: Sequence[int]) -> bool:
-        """Publish an epoch in which ranks join; return whether the epoch was published."""
-        taken = {rank: world.admit(rank) for rank in ranks}
-        lost = [rank for rank in self._lost if rank not in ranks]
-        if self._publish(world, lost, self._standings(world), joins=ranks):
-            for rank, (ended, epoch) in taken.items():
-                world.take_back(rank, ended, epoch)
-            return False
-        self._joining |= taken
-        return True
-
-    def delayed_by(self, world: World) -> list[int]:
-        """Return the admitted ranks that have not joined, once all others are waiting for them.
-
-        A rank that has continued counts as waiting: it sends data that fits into a buffer without
-        waiting for the joining rank.
-        """
-        epoch = self._awaited
-        if epoch is None or not self._joining:
-            return []
-        known = self._standings(world)
-        joining = [rank for rank in self._joining if _is_joining(known, rank)]
-        others = [known[rank] for rank in epoch.roster if rank in known and rank not in joining]
-        if any(max(one.meets, one.epoch) < epoch.number for one in others):
-            return []
-        return joining
-
-    def is_admitted(self, rank: int) -> bool:
-        """Return whether a lost rank has been admitted again, even if it has not joined yet."""
-        return rank not in self._lost
-
-    def has_joined(self, rank: int) -> bool:
-        """Return whether an admitted rank has joined."""
-        return self.is_admitted(rank) and rank not in self._joining
-
-    def is_waiting(self, world: World, rank: int) -> bool:
-        """Return whether a rank's process is waiting to join."""
-        return _is_joining(self._standings(world), rank)
-
-    def dismiss(self, world: World, ranks: Sequence[int]) -> None:
-        """Announce that ranks waiting to join must exit, because the other ranks have finished."""
-        known = self._standings(world)
-        self._publish(world, self._lost, known, dismissed=ranks)
-        self._awaited = None
-
-    def _take_back(self, world: World) -> None:
-        """Withdraw all admissions, because a rank has finished without having noticed them."""
-        ranks = sorted(self._joining)
-        for rank in ranks:
-            world.take_back(rank, *self._joining.pop(rank))
-        self._lost = sorted({*self._lost, *ranks})
-        self._awaited = None
-        if ranks:
-            self.dismiss(world, ranks)
-
-    def _standings(self, world: World) -> dict[int, Standing]:
-        found = dict(self._remote)
-        for rank in world.nodes.get(self._own_node, ()):
-            standing = read_standing(self._directory.rank_dir(rank, world.number))
-            if standing is not None:
-                found[rank] = standing
-        return found
-
-    def _why_not(
-        self, world: World, ended: Mapping[int, int], known: Mapping[int, Standing]
-    ) -> str:
+    def _why_not(self, world: World, ended: Mapping[int, int], known: Known) -> str:
         """Return why the attempt cannot continue without the ended ranks, or "" if it can."""
         died = self._meeting.how_it_died()
         if died:
@@ -291,8 +186,8 @@ class Losses:
         living = [one for one in range(world.size) if one not in {*world.ended, *ended}]
         if self._may_move and LOST in ended.values():
             return "with failover=true, the loss of a node ends the attempt"
-        if self._left:
-            return f"rank {self._left[0]} has left before its last step"
+        if self._epochs.left:
+            return f"rank {self._epochs.left[0]} has left before its last step"
         bare = [one for one in (*ended, *living) if one not in known]
         if bare:
             return f"rank {bare[0]} is not in resilient.run (or cannot write to its folder)"
@@ -308,58 +203,20 @@ class Losses:
             return f"{left} left, below --min-ranks {self._min_ranks}"
         return ""
 
-    def _publish(
-        self,
-        world: World,
-        lost: list[int],
-        known: Mapping[int, Standing],
-        *,
-        joins: Sequence[int] = (),
-        dismissed: Sequence[int] = (),
-        withdraws: int = 0,
-    ) -> str:
-        """Publish the remaining ranks; return "" on success, or else the reason for the failure."""
-        done = [one for one, standing in known.items() if standing.state is State.DONE]
-        gone = {*world.ended, *done}
-        epoch = Epoch(
-            number=self._number + 1,
-            roster=tuple(one for one in range(world.size) if one not in gone),
-            lost=tuple(sorted(lost)),
-            done=tuple(sorted(done)),
-            left=tuple(sorted(self._left)),
-            joins=tuple(sorted(joins)),
-            dismissed=tuple(sorted(dismissed)),
-            withdraws=withdraws,
-        )
-        try:
-            self._meeting.publish(epoch_key(epoch.number), epoch.pack())
-            # Ranks that are already meeting wait for the lost one.
-            self._meeting.publish(f"{meeting_key(self._number)}/gate", "superseded")
-        except LaunchError as err:
-            return str(err)
-        if self._awaited is None or self._awaited.joins:
-            self._first_lost_ns = monotonic_ns()
-        self._lost, self._number, self._awaited = lost, epoch.number, epoch
-        for rank in lost:
-            world.published.setdefault(rank, epoch.number)
-        return ""
-
     @staticmethod
     def _last_ready_ns(ready: Sequence[Standing]) -> int:
         return max((one.ready_mono_ns for one in ready), default=0)
 
     def _note(self, world: World, epoch: Epoch, ready: Sequence[Standing]) -> None:
-        seconds = max(0.0, (self._last_ready_ns(ready) - self._first_lost_ns) / 1e9)
+        seconds = max(0.0, (self._last_ready_ns(ready) - self._epochs.first_lost_ns) / 1e9)
         step = max((one.step for one in ready), default=0)
         repeats = max((one.repeats for one in ready), default=0)
         steps_lost = max(0, repeats - 1)
         since_ns = min((one.ready_mono_ns for one in ready), default=0)
-        there = {
-            rank: one.ready_there_ns for rank, one in self._remote.items() if one.ready_there_ns
-        }
-        world.note_continued(epoch.number, epoch.lost, since_ns, there)
+        there_ns = self._reports.ready_there_ns()
+        world.note_continued(epoch.number, epoch.lost, since_ns, there_ns)
         causes = {rank: self._causes.pop(rank) for rank in epoch.lost if rank in self._causes}
-        joined = sorted(rank for rank in self._joining if rank in epoch.roster)
+        joined = self.admissions.note_joined(epoch)
         if epoch.joins:
             seconds = max((monotonic_ns() - self._lost_ns[rank]) / 1e9 for rank in joined)
         self._report.continuations.append(
@@ -396,8 +253,6 @@ class Losses:
         self, world: World, epoch: Epoch, joined: Sequence[int], step: int, seconds: float
     ) -> None:
         """Report that processes have taken the place of lost ranks."""
-        for rank in joined:
-            del self._joining[rank]
         line = (
             f"{named(joined)} replaced in {seconds:.2f} s: joined at step {step}; "
             f"{len(epoch.roster)} of {world.size} ranks"
@@ -409,15 +264,6 @@ class Losses:
 def _is_own_end(code: int) -> bool:
     """Return whether a rank ended by itself, or by a signal that may also stop the whole job."""
     return code >= 0 or -code in _STOPS
-
-
-def _is_joining(known: Mapping[int, Standing], rank: int) -> bool:
-    return rank in known and known[rank].state is State.JOINING
-
-
-def _are_finishing(known: Mapping[int, Standing]) -> bool:
-    """Return whether a rank has finished all steps, so that all have or are about to."""
-    return any(one.state is State.DONE for one in known.values())
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -20,7 +20,8 @@ from enum import Enum
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
-from echelon.launcher.coordinator.loss.losses import LOST, Losses, named
+from echelon.launcher.coordinator.loss.admissions import Admissions
+from echelon.launcher.coordinator.loss.losses import LOST, named
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Report
 from echelon.launcher.options.options import Options
@@ -57,7 +58,7 @@ class Replacements:
     """The processes that take the places of the current attempt's lost ranks.
 
     Args:
-        losses: the object that publishes the epochs with which the processes join.
+        admissions: the object that admits the processes.
         send: a function that sends a command to a node.
         say: a function that prints a line.
         report: the job's report, to which each rank that is not replaced is added.
@@ -67,7 +68,7 @@ class Replacements:
     def __init__(
         self,
         options: Options,
-        losses: Losses,
+        admissions: Admissions,
         send: Callable[[str, m.Command], None],
         say: Callable[[str], None],
         report: Report,
@@ -75,7 +76,7 @@ class Replacements:
     ) -> None:
         self._is_on = options.on_loss == REPLACE
         self._max = options.max_replacements
-        self._losses = losses
+        self._admissions = admissions
         self._send = send
         self._say = say
         self._report = report
@@ -198,16 +199,18 @@ class Replacements:
             self._num_started += 1
             self._numbers[rank] = self._numbers.get(rank, 0) + 1
             self._places[rank] = _Place(_Stage.STARTED, now_s + STARTS_S)
-            self._losses.forget_standing(rank)
-            replace = m.Replace(attempt=world.number, rank=rank, epoch=self._losses.newest)
+            epoch = self._admissions.begin(rank)
+            replace = m.Replace(attempt=world.number, rank=rank, epoch=epoch)
             self._send(world.node_of(rank), replace)
             events.append(decide.JoinerStarted(rank))
         return events
 
     def _admit(self, world: World) -> list[decide.Event]:
         """Admit all waiting processes together."""
-        ready = [rank for rank in self._losses.waiting(world) if rank in self._at(_Stage.STARTED)]
-        if not ready or not self._losses.admit(world, ready):
+        ready = [
+            rank for rank in self._admissions.waiting(world) if rank in self._at(_Stage.STARTED)
+        ]
+        if not ready or not self._admissions.admit(world, ready):
             return []
         for rank in ready:
             self._places[rank] = _Place(_Stage.ADMITTED)
@@ -218,12 +221,12 @@ class Replacements:
 
     def _watch(self, world: World, now_s: float) -> list[decide.Event]:
         """Forget the processes that have joined; report or kill those that take too long."""
-        delaying = self._losses.delayed_by(world)
+        delaying = self._admissions.delayed_by(world)
         events: list[decide.Event] = []
         for rank, place in list(self._places.items()):
             if place.stage is _Stage.STARTED:
                 self._watch_start(world, rank, now_s)
-            elif place.stage is _Stage.ADMITTED and self._losses.has_joined(rank):
+            elif place.stage is _Stage.ADMITTED and self._admissions.has_joined(rank):
                 del self._places[rank]
             elif place.stage is _Stage.ADMITTED and rank not in delaying:
                 place.until_s = float("inf")
@@ -239,7 +242,7 @@ class Replacements:
         if now_s < place.until_s:
             return
         place.until_s = float("inf")
-        if not self._losses.is_waiting(world, rank):
+        if not self._admissions.is_waiting(world, rank):
             self._say(
                 f"the replacement of rank {rank} has not been ready to join for {STARTS_S:g} s"
             )
@@ -277,9 +280,9 @@ class Replacements:
         ranks = [rank for rank in ranks if rank in self._places]
         if not ranks or world.attempt.phase is not decide.Phase.RUNNING:
             return
-        waiting = [rank for rank in ranks if self._losses.is_waiting(world, rank)]
+        waiting = [rank for rank in ranks if self._admissions.is_waiting(world, rank)]
         if waiting:
-            self._losses.dismiss(world, waiting)
+            self._admissions.dismiss(world, waiting)
         for rank in ranks:
             self._dismissed(world, rank, now_s)
             if rank not in waiting:
@@ -297,8 +300,10 @@ class Replacements:
             self._kill(world, rank)
 
     def note_taken_back(self, world: World, now_s: float) -> list[decide.Event]:
-        """Handle admissions that `Losses` has taken back; return events for the attempt."""
-        gone = [rank for rank in self._at(_Stage.ADMITTED) if not self._losses.is_admitted(rank)]
+        """Handle admissions that `Admissions` has taken back; return events for the attempt."""
+        gone = [
+            rank for rank in self._at(_Stage.ADMITTED) if not self._admissions.is_admitted(rank)
+        ]
         for rank in gone:
             self._dismissed(world, rank, now_s)
         return [decide.JoinerStarted(rank) for rank in gone]

@@ -12,7 +12,7 @@ import pytest
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.gathering.roster import Node
-from echelon.launcher.coordinator.loss import losses
+from echelon.launcher.coordinator.loss import epochs, losses
 from echelon.launcher.coordinator.loss.losses import LOST, Losses
 from echelon.launcher.coordinator.loss.replacing import Replacements
 from echelon.launcher.coordinator.world import World
@@ -49,8 +49,8 @@ class _Job:
         )
         self.losses = Losses(options, self.directory, self.store, self.report, self.said.append)
         self.replacements = Replacements(
-            options, self.losses, lambda _, command: self.sent.append(command), self.said.append,
-            self.report, joins_s=5.0,
+            options, self.losses.admissions, lambda _, command: self.sent.append(command),
+            self.said.append, self.report, joins_s=5.0,
         )  # fmt: skip
         node = Node(name=options.node_name, host="here", num_workers=_SIZE)
         self.node = node.name
@@ -105,7 +105,7 @@ class _Job:
 
     @property
     def newest(self) -> Epoch:
-        return Epoch.unpack(self.store.values[f"continuation/{self.losses.newest}/epoch"])
+        return Epoch.unpack(self.store.values[f"continuation/{self.losses._epochs.number}/epoch"])
 
 
 @pytest.fixture
@@ -423,7 +423,8 @@ def test_a_process_that_hangs_is_killed_though_a_rank_was_lost_since_its_admissi
 
 def test_a_loss_during_an_admission_is_timed_from_that_loss(job, monkeypatch):
     now_ns = 0
-    monkeypatch.setattr(losses, "monotonic_ns", lambda: now_ns)
+    for module in (epochs, losses):
+        monkeypatch.setattr(module, "monotonic_ns", lambda: now_ns)
     _lose_and_continue(job)
     job.start(1)
     job.step()

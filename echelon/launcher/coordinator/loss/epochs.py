@@ -1,0 +1,72 @@
+"""Publish the epochs of the current attempt in the job's store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic_ns
+
+from echelon.errors import LaunchError
+from echelon.launcher.coordinator.gathering.meeting import MeetingPlace
+from echelon.launcher.coordinator.loss.reports import Known
+from echelon.launcher.coordinator.world import World
+from echelon.recorder.continuation import Epoch, State, epoch_key, meeting_key
+
+
+class PublishedEpochs:
+    """The epochs of the current attempt.
+
+    Attributes:
+        number: the number of the newest epoch; 0 if none was published.
+        awaited: the newest epoch, if not all of its ranks have reported yet.
+        lost: the ranks that are lost in the newest epoch.
+        left: the ranks that ended by themselves before their last step.
+        first_lost_ns: when the first rank was lost since the last complete epoch.
+    """
+
+    def __init__(self, meeting: MeetingPlace) -> None:
+        self._meeting = meeting
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all epochs, because another attempt begins."""
+        self.number = 0
+        self.awaited: Epoch | None = None
+        self.lost: list[int] = []
+        self.left: list[int] = []
+        self.first_lost_ns = 0
+
+    def publish(
+        self,
+        world: World,
+        lost: list[int],
+        known: Known,
+        *,
+        joins: Sequence[int] = (),
+        dismissed: Sequence[int] = (),
+        withdraws: int = 0,
+    ) -> str:
+        """Publish the remaining ranks; return "" on success, or else the reason for the failure."""
+        done = [one for one, standing in known.items() if standing.state is State.DONE]
+        gone = {*world.ended, *done}
+        epoch = Epoch(
+            number=self.number + 1,
+            roster=tuple(one for one in range(world.size) if one not in gone),
+            lost=tuple(sorted(lost)),
+            done=tuple(sorted(done)),
+            left=tuple(sorted(self.left)),
+            joins=tuple(sorted(joins)),
+            dismissed=tuple(sorted(dismissed)),
+            withdraws=withdraws,
+        )
+        try:
+            self._meeting.publish(epoch_key(epoch.number), epoch.pack())
+            # Ranks that are already meeting wait for the lost one.
+            self._meeting.publish(f"{meeting_key(self.number)}/gate", "superseded")
+        except LaunchError as err:
+            return str(err)
+        if self.awaited is None or self.awaited.joins:
+            self.first_lost_ns = monotonic_ns()
+        self.lost, self.number, self.awaited = lost, epoch.number, epoch
+        for rank in lost:
+            world.published.setdefault(rank, epoch.number)
+        return ""

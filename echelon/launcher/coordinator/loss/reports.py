@@ -1,0 +1,64 @@
+"""Read what the ranks of the current attempt report about themselves.
+
+Ranks on the hosting node report in files, and ranks on other nodes through their node's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.node.standings import of_row
+from echelon.recorder.continuation import Standing, State, read_standing
+
+Known = Mapping[int, Standing]  # the reports of the ranks that have reported
+
+
+class Reports:
+    """The reports of the current attempt's ranks.
+
+    Args:
+        own_node: the name of this node.
+    """
+
+    def __init__(self, directory: RunDirectory, own_node: str) -> None:
+        self._directory = directory
+        self._own_node = own_node
+        self._remote: dict[int, Standing] = {}  # of ranks on other nodes
+
+    def clear(self) -> None:
+        """Forget all reports, because another attempt begins."""
+        self._remote.clear()
+
+    def take(self, rows: Iterable[Sequence[int]]) -> None:
+        """Store another node's report about its ranks."""
+        self._remote.update(of_row(row) for row in rows)
+
+    def forget(self, rank: int) -> None:
+        """Forget what a lost rank reported, before another process replaces the rank."""
+        self._remote.pop(rank, None)
+
+    def read(self, world: World) -> dict[int, Standing]:
+        """Return the newest report of each rank that has reported."""
+        found = dict(self._remote)
+        for rank in world.nodes.get(self._own_node, ()):
+            standing = read_standing(self._directory.rank_dir(rank, world.number))
+            if standing is not None:
+                found[rank] = standing
+        return found
+
+    def ready_there_ns(self) -> dict[int, int]:
+        """Return when each rank on another node was ready, on the clock of its node."""
+        ready = ((rank, one.ready_there_ns) for rank, one in self._remote.items())
+        return {rank: ns for rank, ns in ready if ns}
+
+
+def is_joining(known: Known, rank: int) -> bool:
+    """Return whether a rank has reported that it waits for the state."""
+    return rank in known and known[rank].state is State.JOINING
+
+
+def are_finishing(known: Known) -> bool:
+    """Return whether a rank has finished all steps, so that all have or are about to."""
+    return any(one.state is State.DONE for one in known.values())
