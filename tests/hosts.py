@@ -67,9 +67,13 @@ class Host:
         """Return the command line that runs `argv` on this host."""
         return ["ip", "netns", "exec", self.name, *argv]
 
+    def command_to_cut(self) -> list[str]:
+        """Return the command line that takes the link down: packets vanish, no rank is notified."""
+        return ["ip", "-n", self._network, "link", "set", f"to-{self.name[-6:]}", "down"]
+
     def cut(self) -> None:
-        """Take the link down: packets vanish, nobody is told."""
-        _ip("-n", self._network, "link", "set", f"to-{self.name[-6:]}", "down")
+        """Take the link down."""
+        subprocess.run(self.command_to_cut(), check=True, capture_output=True, timeout=60)
 
     def swallow(self, *, but_port: int) -> None:
         """Let everything this host sends vanish, but TCP from and to one port."""

@@ -1,186 +1,158 @@
-"""Time from a rank's loss to the next committed step, and the bits at the end, over random losses.
+"""Lose ranks, nodes and copies at random moments; compare the bits, and measure the recovery.
 
-    python -m benchmarks.losses.run --kills 30 --seed 1 --keep launcher/losses
+    python -m benchmarks.losses.run                       # 30 losses of each layout
+    python -m benchmarks.losses.run --layout "three hosts" --losses 60   # until so many struck
+    python -m benchmarks.losses.run --only "one host 7"   # one training again
+    python -m benchmarks.losses.run --table               # of all records so far
 
-Trainings of five ranks on one node lose three or four ranks each, at moments drawn from the seed:
-in the forward, in the backward, after the optimizer, during the recovery from another loss, or some
-microseconds after the start of a step, which may be inside a collective; some of them in the same
-step. In every third training one rank is stopped (SIGSTOP) instead, which `--on-stall replace`
-ends. The hash of weights and optimizer state must be that of a training that lost no rank, or the
-script fails.
+A training has a layout and a number, from which its losses are drawn: see `plan`. At its end, the
+hash of weights and optimizer state must be that of one rank which nothing disturbed. A time is that
+from the loss to the next commit of a step which was trained without the lost ranks, less the
+training's median time between two commits.
 
-The peer is torchrun with `--max-restarts`: the same program, which saves its state at each step
-there, and one kill per training.
+Records are lines of JSON, appended as each training ends. A training with a record is not run
+again, whatever it ended with. The table is kept for the docs: `make bench-docs` puts it into the
+page. The peer is torchrun with `--max-restarts`: the same program saves its state at each step
+there, and one rank is killed per training.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
-import random
-import statistics
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.losses.job import Record, reference, train
+from benchmarks.losses.plan import LAYOUTS, Plan, plan_of
+from benchmarks.losses.table import is_right, num_losses, table
 from benchmarks.runner.machine import Conditions
-from benchmarks.runner.options import finish, parser
-from benchmarks.runner.place import child_environ
+from benchmarks.runner.place import RESULTS, ROOT
 
-_LIMIT_S = 600.0
-_RANKS = 5
-_TOTAL = 40
-_LONGEST_US = 40_000
-_STALL_S = 10
-_MOMENTS = ("forward", "backward", "optimizer", "recovery", "us", "us")
-_COLUMNS = (("ranks were", "left"), ("losses", "right"), ("median", "right"), ("largest", "right"))
-
-Fault = tuple[int, str, str, int]  # rank, "kill" or "stop", moment, step
+_OUT = RESULTS / "losses" / "losses.jsonl"
+_TABLE = RESULTS / "losses" / "losses.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What one training ended with.
-
-    Attributes:
-        bits: the hash of each rank that was left.
-        took_s: for each loss, how it came about, and the time to the next commit, less a step.
-    """
-
-    bits: tuple[str, ...]
-    took_s: tuple[tuple[str, float], ...]
-
-
-def plan_of(seed: int) -> list[Fault]:
-    """Return the faults of one training, at most one per rank."""
-    draw = random.Random(seed)
-    ranks = draw.sample(range(_RANKS), draw.randint(3, _RANKS - 1))
-    step = draw.randint(0, _TOTAL // 4)
-    found: list[Fault] = []
-    for place, rank in enumerate(ranks):
-        moment = draw.choice(_MOMENTS if place else _MOMENTS[:3] + _MOMENTS[4:])
-        if moment == "us":
-            moment = f"{draw.randint(0, _LONGEST_US)} us"
-        if place and draw.random() < 0.6:
-            step += draw.randint(1, _TOTAL // 5)
-        is_stop = place == 0 and seed % 3 == 2
-        when = 0 if moment == "recovery" else step  # from the first recovery that it takes part in
-        found.append((rank, "stop" if is_stop else "kill", moment, when))
-    return found
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return 1 if a training failed, or ended with other bits."""
+    options = _options(arguments)
+    if not options.table:
+        run(options)
+    records = read(options.out)
+    found = table(records)
+    if options.out == _OUT:
+        found.save(_TABLE)
+    print(found.markdown())
+    return 0 if all(map(is_right, records)) else 1
 
 
-def train(folder: Path, launcher: Sequence[str], faults: Sequence[Fault]) -> Training:
-    """Run one training.
-
-    Raises:
-        RuntimeError: it failed, or one of its faults did not happen.
-    """
-    folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(faults))
-    rank = str(Path(__file__).with_name("rank.py"))
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, rank, str(folder), str(_TOTAL)],
-        capture_output=True, text=True, timeout=_LIMIT_S, check=False,
-        stdin=subprocess.DEVNULL, env=child_environ(OMP_NUM_THREADS="1"),
-    )  # fmt: skip
-    fired = [folder / f"{number}.fired" for number in range(len(faults))]
-    if done.returncode or not all(path.exists() for path in fired):
-        raise RuntimeError(f"{faults}: exit code {done.returncode}\n{done.stderr[-8000:]}")
-    return Training(
-        bits=tuple(path.read_text() for path in sorted(folder.glob("*.hash"))),
-        took_s=tuple(
-            (how, _took(folder, path)) for (_, how, _, _), path in zip(faults, fired, strict=True)
-        ),
-    )
+def run(options: argparse.Namespace) -> None:
+    """Run the trainings that have no record, as far as the options allow."""
+    until_s = time.monotonic() + 60 * options.minutes
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="losses-"))
+    expected = _expected(options.out, folder)
+    for plan in _plans(options):
+        if time.monotonic() > until_s or os.getloadavg()[0] > options.most_load:
+            print(f"{plan.name}: left for another run", file=sys.stderr)
+            return
+        own = folder / plan.name.replace(" ", "_")
+        record = _record(plan, own, expected)
+        with options.out.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+        print(_line(record), file=sys.stderr, flush=True)
+        if is_right(record):
+            shutil.rmtree(own)
+        else:
+            print(f"{plan.name}: its files are kept in {own}", file=sys.stderr, flush=True)
 
 
-def _took(folder: Path, fired: Path) -> float:
-    """Return the time from a fault to the end of its step on the first rank, less a usual step."""
-    commits = [
-        [(int(step), float(at)) for step, at in map(str.split, path.read_text().splitlines())]
-        for path in folder.glob("*.commits")
-    ]
-    step, at_s = fired.read_text().split()
-    after = [
-        at for one in commits for number, at in one if number >= int(step) and at > float(at_s)
-    ]
-    pairs = [(b[1] - a[1]) for one in commits for a, b in itertools.pairwise(one)]
-    return max(0.0, min(after) - float(at_s) - statistics.median(pairs))
+def _expected(out: Path, folder: Path) -> str:
+    """Return the bits of the undisturbed training, which depend on processor and torch."""
+    conditions = Conditions(peers=("torch",)).told()
+    machine = [conditions["processor"], conditions["peers"]]
+    for record in read(out):
+        if [record["conditions"]["processor"], record["conditions"]["peers"]] == machine:
+            return str(record["expected"])
+    return reference(folder / "reference")
 
 
-def echelon() -> list[str]:
-    """Return the launcher's command."""
-    options = ["--on-loss", "shrink", "--on-stall", "replace", "--stall-timeout", str(_STALL_S)]
-    return ["echelon", "run", "--nproc-per-node", str(_RANKS), *options]
+def _plans(options: argparse.Namespace) -> Iterator[Plan]:
+    if options.only:
+        layout, _, number = options.only.rpartition(" ")
+        yield plan_of(layout, int(number))
+        return
+    for layout in options.layout or LAYOUTS:
+        for number in itertools.count():
+            known = [one for one in read(options.out) if one["layout"] == layout]
+            if num_losses(known) >= options.losses:
+                break
+            plan = plan_of(layout, number)
+            if all(one["training"] != plan.name for one in known):
+                yield plan
 
 
-def torchrun() -> list[str]:
-    """Return the peer's command."""
-    return ["torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS),
-            "--max-restarts", "3"]  # fmt: skip
-
-
-def campaign(folder: Path, seed: int, num_losses: int) -> list[tuple[str, float]]:
-    """Lose at least this many ranks, and return how long each loss took.
-
-    Raises:
-        RuntimeError: a training ended with other bits than the undisturbed one, or failed.
-    """
-    whole = train(folder / "whole", [*echelon(), "--run-dir", str(folder / "whole.run")], [])
-    (expected,) = set(whole.bits)
-    found: list[tuple[str, float]] = []
-    while len(found) < num_losses:
-        faults = plan_of(seed)
-        command = [*echelon(), "--run-dir", str(folder / f"{seed}.run")]
-        one = train(folder / str(seed), command, faults)
-        if set(one.bits) != {expected} or len(one.bits) != _RANKS - len(faults):
-            raise RuntimeError(f"seed {seed}, {faults}: {one.bits}, not {expected}")
-        found += one.took_s
-        print(f"seed {seed}: {faults}: {[f'{took:.2f}' for _, took in one.took_s]} s", flush=True)
-        seed += 1
-    return found
-
-
-def peer(folder: Path, seed: int, num_trainings: int) -> list[float]:
-    """Return how long each kill took under torchrun."""
-    found = []
-    for number in range(num_trainings):
-        rank, _, moment, step = plan_of(seed + number)[0]
-        one = train(folder / f"torchrun_{number}", torchrun(), [(rank, "kill", moment, step)])
-        found.append(one.took_s[0][1])
-    return found
-
-
-def main() -> None:
-    """Run the campaign and its peer."""
-    made = parser(__doc__, rounds=None)
-    made.add_argument("--kills", type=int, default=30, help="the least number of losses")
-    made.add_argument("--peers", type=int, default=3, help="trainings under torchrun")
-    options = made.parse_args()
-    seed = random.randrange(1 << 20) if options.seed is None else options.seed
-    conditions = Conditions()
-    with tempfile.TemporaryDirectory() as name:
-        ours = campaign(Path(name), seed, options.kills)
-        theirs = peer(Path(name), seed, options.peers)
-    samples = {
-        "killed": [took for how, took in ours if how == "kill"],
-        "stopped": [took for how, took in ours if how == "stop"],
-        "killed, under torchrun": theirs,
+def _record(plan: Plan, folder: Path, expected: str) -> Record:
+    conditions, commit, began_s = Conditions(peers=("torch",)), _commit(), time.monotonic()
+    return {
+        **train(plan, folder),
+        "expected": expected,
+        "wall_s": round(time.monotonic() - began_s, 1),
+        "commit": commit,
+        "conditions": conditions.told(),
     }
-    rows = [
-        [what, str(len(took)), f"{statistics.median(took):.2f} s", f"{max(took):.2f} s"]
-        for what, took in samples.items()
-        if took
+
+
+def _line(record: Record) -> str:
+    losses = [
+        f"{one['how']} {list(one['ranks'])} {one['moment']} at {one['at_step']}: "
+        + (f"{one['took_s']:.2f} s" if one["took_s"] is not None else "no further commit")
+        + (f", from step {one['checkpoint']}" if one["checkpoint"] is not None else "")
+        for one in record["losses"]
     ]
-    finish(options, conditions, _COLUMNS, rows, samples)
-    print(
-        f"seed {seed}: {len(ours)} losses, {dict(Counter(how for how, _ in ours))}: the same bits"
+    bits = "same bits" if record["bits"] == [record["expected"]] else "OTHER BITS"
+    told = f"FAILED: {record['failed']}" if "failed" in record else bits
+    return f"{record['training']}: {told} ({record['wall_s']} s): {'; '.join(losses)}"
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def read(path: Path) -> list[Record]:
+    """Return all records."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only this one")
+    parser.add_argument("--losses", type=int, default=30, help="of each layout, at least")
+    parser.add_argument("--only", metavar="TRAINING", help="run this one, also if it has a record")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no training after so long"
+    )
+    parser.add_argument(
+        "--most-load", type=float, default=float("inf"), help="begin none above this load"
+    )
+    parser.add_argument("--out", type=Path, default=_OUT, help="records, one per line")
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

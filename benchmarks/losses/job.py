@@ -1,0 +1,231 @@
+"""One training of the campaign, on one host or on hosts of its own, and its record."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.losses.plan import (
+    HOSTS,
+    LOST_AFTER_S,
+    SAVE_EVERY,
+    STALL_S,
+    TORCHRUN,
+    TOTAL,
+    Fault,
+    Plan,
+)
+from benchmarks.losses.preloaded import start
+from benchmarks.runner.place import child_environ
+from tests.hosts import Host, hosts
+
+Record = dict[str, Any]
+_LIMIT_S = 600.0
+_POLL_S = 0.05
+_LEFT_S = 30.0
+_TAIL = 4000  # characters of each node's output, where a training failed
+
+
+def train(plan: Plan, folder: Path) -> Record:
+    """Run one training; return what it ended with, and how long each of its losses took."""
+    folder.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        machines = stack.enter_context(hosts(plan.num_nodes)) if plan.layout == HOSTS else []
+        job = _Job(plan, folder, machines)
+        stack.callback(job.close)
+        job.run()
+    return job.record()
+
+
+class _Job:
+    def __init__(self, plan: Plan, folder: Path, machines: Sequence[Host]) -> None:
+        self._plan, self._folder, self._machines = plan, folder, machines
+        self._nodes: list[BaseProcess | subprocess.Popen[bytes]] = []
+        self._left: list[int] = []  # processes that survive their launchers
+
+    def run(self) -> None:
+        """Start the nodes, and wait until they end or take far too long."""
+        cut = [one.command_to_cut() for one in self._machines]
+        written = {**asdict(self._plan), "total": TOTAL, "save_every": SAVE_EVERY, "cut": cut}
+        (self._folder / "plan.json").write_text(json.dumps(written))
+        for node in range(self._plan.num_nodes):
+            self._start(node)
+        due_s = time.monotonic() + _LIMIT_S
+        while time.monotonic() < due_s and any(_code(node) is None for node in self._nodes):
+            time.sleep(_POLL_S)
+        self._left = [pid for one in self._machines for pid in _left(one)]
+
+    def _start(self, node: int) -> None:
+        environ = child_environ(OMP_NUM_THREADS="1", ECHELON_SECRET="a-secret-of-this-job")
+        path = self._folder / f"node_{node}.log"
+        if self._plan.layout == TORCHRUN:
+            self._nodes.append(_torchrun(self._command(node), environ, path))
+        else:
+            namespace = self._machines[node].name if self._machines else ""
+            self._nodes.append(start(self._command(node), environ, path, namespace))
+        (self._folder / f"node_{node}.pid").write_text(str(self._nodes[-1].pid))
+
+    def _command(self, node: int) -> list[str]:
+        script = [str(Path(__file__).with_name("rank.py")), str(self._folder)]
+        size = f"--nproc-per-node={self._plan.ranks_per_node}"
+        if self._plan.layout == TORCHRUN:
+            return ["--standalone", size, "--max-restarts=3", *script]
+        options = [size, f"--run-dir={self._folder / f'run_{node}'}", "--on-loss=shrink"]
+        options += ["--on-stall=replace", f"--stall-timeout={STALL_S}"]
+        if self._machines:
+            options += [f"--rdzv-endpoint={self._machines[0].address}:29400", f"--node-rank={node}"]
+            options += [
+                f"--nnodes={self._plan.num_nodes}",
+                f"--rdzv-conf=lost_after={LOST_AFTER_S}",
+            ]
+        return ["run", *options, *script]
+
+    def close(self) -> None:
+        """End what still runs."""
+        for node in self._nodes:
+            if _code(node) is None:
+                node.kill()  # its guard ends its ranks
+            node.wait() if isinstance(node, subprocess.Popen) else node.join()
+
+    def record(self) -> Record:
+        """Return the record; `failed` says what is wrong with it, apart from the bits."""
+        fired = [
+            (fault, self._folder / f"{number}.fired")
+            for number, fault in enumerate(self._plan.faults)
+        ]
+        struck = [(fault, *_moment(path)) for fault, path in fired if path.exists()]
+        hashes = {int(path.stem): path.read_text() for path in self._folder.glob("*.hash")}
+        loads = [line.split() for path in self._folder.glob("*.loads") for line in _lines(path)]
+        codes = [_code(node) for node in self._nodes]
+        failed = "; ".join(self._complaints(hashes, codes, [fault for fault, _, _ in struck]))
+        record = {
+            "training": self._plan.name,
+            "layout": self._plan.layout,
+            "is_sharded": self._plan.is_sharded,
+            "losses": [
+                {
+                    **asdict(fault),
+                    "at_step": step,
+                    "took_s": self._took(fault, at_s),
+                    "checkpoint": min(
+                        (int(n) for n, when in loads if float(when) > at_s), default=None
+                    ),
+                }
+                for fault, step, at_s in struck
+            ],
+            "bits": sorted(set(hashes.values())),
+            "exit_codes": codes,
+            "lines": self._said(),
+        }
+        if failed:
+            record |= {"failed": failed, "output": self._output()}
+        return record
+
+    def _complaints(
+        self, hashes: dict[int, str], codes: list[int | None], faults: list[Fault]
+    ) -> Iterator[str]:
+        size = self._plan.num_nodes * self._plan.ranks_per_node
+        lost = {rank for fault in faults for rank in fault.ranks}
+        if self._plan.layout == TORCHRUN:
+            lost = set()
+        if hashes.keys() != set(range(size)) - lost:
+            yield f"ranks {sorted(hashes)} of {size} finished, and {sorted(lost)} were lost"
+        expected: list[int | None] = [0] * len(codes)
+        for fault in faults:
+            for node in fault.nodes:
+                expected[node] = 1 if fault.how == "cut" else -signal.SIGKILL
+        if codes != expected:
+            yield f"exit codes {codes}, not {expected}"
+        if self._left:
+            yield f"{len(self._left)} processes survived their launchers"
+
+    def _took(self, fault: Fault, at_s: float) -> float | None:
+        """Return the time to the next commit of a step without the lost ranks, less a step."""
+        commits = [
+            [_commit(line) for line in _lines(path)] for path in self._folder.glob("*.commits")
+        ]
+        ranks = set() if self._plan.layout == TORCHRUN else set(fault.ranks)
+        after = [at for one in commits for at, lost in one if at > at_s and ranks <= lost]
+        steps = [b[0] - a[0] for one in commits for a, b in itertools.pairwise(one)]
+        if not (after and steps):
+            return None
+        return max(0.0, min(after) - at_s - statistics.median(steps))
+
+    def _said(self) -> list[str]:
+        """Return what the first launcher reports of losses."""
+        return [
+            line for line in _lines(self._folder / "node_0.log")
+            if line.startswith("echelon: ") and ("continu" in line or "hangs" in line)
+        ]  # fmt: skip
+
+    def _output(self) -> list[str]:
+        paths = sorted(self._folder.glob("node_*.log"))
+        return [path.read_text(errors="replace")[-_TAIL:] for path in paths]
+
+
+def _torchrun(
+    arguments: Sequence[str], environ: dict[str, str], path: Path
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    with path.open("wb") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ
+        )
+
+
+def _code(node: BaseProcess | subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code, or None while the node still runs."""
+    return node.poll() if isinstance(node, subprocess.Popen) else node.exitcode
+
+
+def _left(machine: Host) -> list[int]:
+    """Return the processes of a host that have not ended some time after their launchers."""
+    due_s = time.monotonic() + _LEFT_S
+    while True:
+        listed = subprocess.run(
+            ["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=True
+        )
+        pids = [int(pid) for pid in listed.stdout.split()]
+        if not pids or time.monotonic() > due_s:
+            return pids
+        time.sleep(_POLL_S)
+
+
+def _moment(path: Path) -> tuple[int, float]:
+    step, at_s = path.read_text().split()
+    return int(step), float(at_s)
+
+
+def _commit(line: str) -> tuple[float, set[int]]:
+    """Return when a step was committed, and the ranks that were lost when it was trained."""
+    _, at_s, *lost = line.split()
+    return float(at_s), {int(rank) for rank in ",".join(lost).split(",") if rank}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def reference(folder: Path) -> str:
+    """Return the hash of the training on one rank, without a loss."""
+    plan = Plan(
+        layout="reference", number=0, num_nodes=1, ranks_per_node=1, is_sharded=False, faults=()
+    )
+    record = train(plan, folder)
+    if "failed" in record:
+        raise RuntimeError(
+            f"the undisturbed training failed: {record['failed']}, {record['output']}"
+        )
+    (found,) = record["bits"]
+    return str(found)
