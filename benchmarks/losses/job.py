@@ -106,24 +106,13 @@ class _Job:
         ]
         struck = [(fault, *_moment(path)) for fault, path in fired if path.exists()]
         hashes = {int(path.stem): path.read_text() for path in self._folder.glob("*.hash")}
-        loads = [line.split() for path in self._folder.glob("*.loads") for line in _lines(path)]
         codes = [_code(node) for node in self._nodes]
         failed = "; ".join(self._complaints(hashes, codes, [fault for fault, _, _ in struck]))
         record = {
             "training": self._plan.name,
             "layout": self._plan.layout,
             "is_sharded": self._plan.is_sharded,
-            "losses": [
-                {
-                    **asdict(fault),
-                    "at_step": step,
-                    "took_s": self._took(fault, at_s),
-                    "checkpoint": min(
-                        (int(n) for n, when in loads if float(when) > at_s), default=None
-                    ),
-                }
-                for fault, step, at_s in struck
-            ],
+            "losses": [self._loss(fault, step, at_s) for fault, step, at_s in struck],
             "bits": sorted(set(hashes.values())),
             "exit_codes": codes,
             "lines": self._said(),
@@ -136,7 +125,14 @@ class _Job:
         self, hashes: dict[int, str], codes: list[int | None], faults: list[Fault]
     ) -> Iterator[str]:
         size = self._plan.num_nodes * self._plan.ranks_per_node
+        per_node = self._plan.ranks_per_node
         lost = {rank for fault in faults for rank in fault.ranks}
+        lost |= {
+            node * per_node + place
+            for fault in faults
+            for node in fault.nodes
+            for place in range(per_node)
+        }
         if self._plan.layout == TORCHRUN:
             lost = set()
         if hashes.keys() != set(range(size)) - lost:
@@ -150,17 +146,28 @@ class _Job:
         if self._left:
             yield f"{len(self._left)} processes survived their launchers"
 
-    def _took(self, fault: Fault, at_s: float) -> float | None:
-        """Return the time to the next commit of a step without the lost ranks, less a step."""
+    def _loss(self, fault: Fault, step: int, at_s: float) -> Record:
+        """Return when a fault struck, the time to the next commit of a step, less a step.
+
+        That step was trained without the lost ranks. `checkpoint` is the step that was loaded
+        before, if any.
+        """
         commits = [
             [_commit(line) for line in _lines(path)] for path in self._folder.glob("*.commits")
         ]
         ranks = set() if self._plan.layout == TORCHRUN else set(fault.ranks)
         after = [at for one in commits for at, lost in one if at > at_s and ranks <= lost]
         steps = [b[0] - a[0] for one in commits for a, b in itertools.pairwise(one)]
-        if not (after and steps):
-            return None
-        return max(0.0, min(after) - at_s - statistics.median(steps))
+        found = {**asdict(fault), "at_step": step, "took_s": None, "checkpoint": None}
+        if after and steps:
+            found["took_s"] = max(0.0, min(after) - at_s - statistics.median(steps))
+            found["checkpoint"] = self._loaded(at_s, min(after))
+        return found
+
+    def _loaded(self, since_s: float, until_s: float) -> int | None:
+        paths = self._folder.glob("*.loads")
+        loads = [line.split() for path in paths for line in _lines(path)]
+        return next((int(step) for step, at in loads if since_s < float(at) < until_s), None)
 
     def _said(self) -> list[str]:
         """Return what the first launcher reports of losses."""

@@ -213,7 +213,11 @@ class GrpcLink:
             self._hello = replace(self._hello, life_port=self._life.port)
         call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
         try:
-            seal = await self._greet(call)
+            try:
+                seal = await self._greet(call)
+            except asyncio.TimeoutError:
+                self._check_silence()  # `_dial` may have found a dead connection ready
+                raise
             sender = self._loop.create_task(self._send_all(call, seal))
             try:
                 await self._receive_all(call, seal, sender)
@@ -225,13 +229,13 @@ class GrpcLink:
 
     async def _greet(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> Seal:
         nonce = new_nonce()
-        await _write(call, nonce)
+        await self._write(call, nonce)
         seal = Seal(self._secret, nonce, await self._read(call), is_host=False)
         greeting: Event = self._hello
         if self._token and isinstance(self._hello, Hello):
             received = self._state.received
             greeting = Resume(node=self._hello.node, token=self._token, received=received)
-        await _write(call, seal.close(pack(greeting)))
+        await self._write(call, seal.close(pack(greeting)))
         welcome = unpack(seal.open(await self._read(call)))
         if not isinstance(welcome, Welcome):
             raise LaunchError("the coordinator sent an unexpected handshake")
@@ -242,6 +246,9 @@ class GrpcLink:
         self._heard_s = self._now_lived_s()
         self.is_connected = True
         return seal
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) -> None:
+        await asyncio.wait_for(_write(call, frame), self._greeting_s)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> bytes:
         frame = await asyncio.wait_for(call.read(), self._greeting_s)
@@ -274,14 +281,18 @@ class GrpcLink:
                 if self.is_connected and self.last_error == _REFUSED:
                     raise LaunchError("the connection was closed and then refused")
             if self._now_lived_s() > self._deadline_s:
-                if self.is_connected:
-                    raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s")
+                self._check_silence()
                 tried = f"could not reach the coordinator at {self._endpoint} in time"
                 why = f" (last error: {self.last_error})" if self.last_error else ""
                 raise LaunchError(f"{tried}{why}{self._perhaps}")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(channel.wait_for_state_change(state), _DIAL_S)
             state = channel.get_state(try_to_connect=True)
+
+    def _check_silence(self) -> None:
+        """Raise LaunchError if a coordinator that was connected has been silent for too long."""
+        if self.is_connected and self._now_lived_s() > self._deadline_s:
+            raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s")
 
     async def _send_all(self, call: grpc.aio.StreamStreamCall[bytes, bytes], seal: Seal) -> None:
         while True:

@@ -18,8 +18,8 @@ import grpc.aio
 import pytest
 
 import echelon.launcher
+from echelon.launcher.control import client, server
 from echelon.launcher.control import messages as m
-from echelon.launcher.control import server
 from echelon.launcher.control.client import GrpcLink
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.server import ControlServer
@@ -448,6 +448,32 @@ def test_a_silent_node_is_lost():
         assert left.reason == "no heartbeat for 1 s"
     finally:
         link.close()
+        ends.close()
+
+
+async def _blocks(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_greeting_over_a_dead_connection_does_not_outlast_the_silence(monkeypatch):
+    """gRPC may count such a connection as ready, so that dialling does not notice."""
+    ends = _Ends(lost_after_s=0.5, beat_s=0.1)
+    relay = _Relay(ends.server.port)
+    link = ends.link(relay.port)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        ends.wait_for(lambda: link.is_connected)
+        monkeypatch.setattr(client, "_write", _blocks)
+        relay.cut()
+        commands: list = []
+        deadline = time.monotonic() + _WAIT_S
+        while None not in commands and time.monotonic() < deadline:
+            select.select([link.fileno()], [], [], 0.05)
+            commands += link.take()
+        assert link.lost_because == "no heartbeat for 0.5 s"
+    finally:
+        link.close()
+        relay.close()
         ends.close()
 
 

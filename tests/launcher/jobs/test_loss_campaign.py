@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.losses.run import campaign
+from benchmarks.losses.job import reference, train
+from benchmarks.losses.plan import HOST, HOSTS, plan_of
+from tests.hosts import needs_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 
-def test_the_bits_are_those_of_an_undisturbed_run_whatever_is_killed_or_stopped(tmp_path):
-    found = campaign(tmp_path, 1, 6)
-    assert len(found) >= 6
-    assert {how for how, _ in found} == {"kill", "stop"}
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [(HOST, 0), (HOST, 1), (HOST, 2), pytest.param(HOSTS, 3, marks=needs_hosts)],
+)
+def test_the_bits_are_those_of_an_undisturbed_run_whatever_is_lost(tmp_path, layout, number):
+    plan = plan_of(layout, number)
+    record = train(plan, tmp_path / "training")
+    assert "failed" not in record, record
+    assert record["bits"] == [reference(tmp_path / "reference")]
+    assert len(record["losses"]) == len(plan.faults), "a loss did not occur"
