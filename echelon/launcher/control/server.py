@@ -50,7 +50,8 @@ _GREETING_S = 15.0  # includes this side's own delay when thousands of nodes con
 _CLOSE_S = 10.0
 _DRAIN_S = 5.0  # for the last messages to many nodes
 _GRACE_S = 0.5
-_RESUME_S = 1.5  # after a stream broke, between two checks whether the node's launcher is gone
+_FIRST_LOOK_S = 0.1  # after a stream broke, until the first check whether the node's launcher is gone
+_RESUME_S = 1.5  # at most between two of these checks
 _MAX_WAITING = 256  # messages; one that carries a dump has up to 1 MiB
 _BEHIND_S = 0.01
 _LOOK_S = 1.0  # the longest delay in detecting a loss if beats are rarer
@@ -337,10 +338,12 @@ class ControlServer:
 
     async def _await_return(self, member: _Member) -> None:
         """Wait for a disconnected node to reconnect; drop the node once it is lost."""
+        pause_s = _FIRST_LOOK_S
         while True:
-            await asyncio.sleep(_RESUME_S)
+            await asyncio.sleep(pause_s)
             if await is_gone(member.address, member.life_port) or self._is_silent(member):
                 break
+            pause_s = min(2 * pause_s, _RESUME_S)
         self._lose(member, "the connection was closed")
 
     def _lose(self, member: _Member, why: str) -> None:
