@@ -59,7 +59,7 @@ def test_rows_of_one_name_split_apart():
 @pytest.mark.parametrize(
     ("shape", "names", "says"),
     [
-        ((2,), ("dp",), "the world has 1 ranks"),
+        ((2,), ("dp",), "needs 2 ranks, but the world has 1"),
         ((1, 1), ("dp",), "one name per axis"),
         ((1, 1), ("dp", "dp"), "is named twice"),
         ((), (), "one name per axis"),

@@ -165,6 +165,8 @@ def test_both_levels_are_launched_in_one_order_whenever_they_complete():
 class Splitting(Group):
     """A group that can be split."""
 
+    backend = "shm"
+
     def __init__(self, name, launches):
         super().__init__(name, launches, random.Random(0))
         self.size, self.rank = 4, 0
