@@ -129,8 +129,11 @@ class KeptState:
                 kept for live, kept in self._tensors if id(live) not in names
             ],
             "the optimizer's state": {
-                places.get(one, -1): values for one, values in self._state.items()
+                places[one]: values for one, values in self._state.items() if one in places
             },
+            "the optimizer's state outside its groups": [
+                values for one, values in self._state.items() if one not in places
+            ],
             "the optimizer's settings": self._settings,
             "also": self._others,
         }
@@ -144,8 +147,14 @@ class KeptState:
         }
 
     def contents(self) -> dict[str, Any]:
-        """Return everything that a joining rank needs; see `fill`."""
+        """Return everything that a joining rank needs; see `fill`.
+
+        Raises:
+            ValueError: the optimizer has state that belongs to none of its parameter groups.
+        """
         places, names = self._places(), self._names()
+        if not self._state.keys() <= places.keys():
+            raise ValueError("the optimizer has state that belongs to none of its parameter groups")
         return {
             "tensors": [[names[id(live)], kept] for live, kept in self._tensors],
             "trains": self._named_trains(),

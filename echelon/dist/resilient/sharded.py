@@ -42,6 +42,7 @@ class ShardedState:
         self._optimizer = optimizer
         self._rest = [KeptState(model, optimizer, also) for _ in range(2)]
         self._rest_steps = [-1, -1]
+        self._syncs = [self._live_syncs() for _ in range(2)]  # if each unit reduces its gradients
         self._at = 0  # the newest of them
         self._worlds: list[WorldCopies] = []  # the last is the current one
 
@@ -66,6 +67,7 @@ class ShardedState:
         turn = 1 - self._at
         self._rest_steps[turn] = -1
         self._rest[turn].keep()
+        self._syncs[turn] = self._live_syncs()
         self._rest_steps[turn] = step
         self._at = turn
         self._worlds[-1].write(ShardsWriter(self._model, self._optimizer), step)
@@ -122,6 +124,14 @@ class ShardedState:
         if step is not None:
             self._at = self._rest_steps.index(step)
         self._rest[self._at].restore()
+        self._sync_as_kept()
+
+    def _live_syncs(self) -> list[bool]:
+        return [unit.entry.sync for unit in self._units()]
+
+    def _sync_as_kept(self) -> None:
+        for unit, sync in zip(self._units(), self._syncs[self._at], strict=True):
+            unit.entry.sync = sync
 
     def restore_from(self, choice: Choice, group: ProcessGroup) -> None:
         """Divide the model among a new world's ranks and restore their shards. Collective.
@@ -142,7 +152,7 @@ class ShardedState:
         return {
             **self._rest[self._at].contents(),
             "sharding": self._sharding(),
-            "syncs": [unit.entry.sync for unit in self._units()],
+            "syncs": self._syncs[self._at],
         }
 
     def fill(self, contents: dict[str, Any], step: int) -> None:
@@ -156,8 +166,8 @@ class ShardedState:
         """
         if contents["sharding"] != self._sharding():
             raise ValueError("fully_shard was called differently from the other ranks")
-        for unit, sync in zip(self._units(), contents["syncs"], strict=True):
-            unit.entry.sync = sync
+        self._syncs[self._at] = contents["syncs"]
+        self._sync_as_kept()
         rest = self._rest[self._at]
         rest.fill(contents)
         rest.restore()
@@ -196,9 +206,15 @@ class ShardedState:
         self._forget_shards(group)
 
     def restore(self) -> None:
-        """Restore the last state that was kept in this world. Local."""
+        """Restore the last state that was kept in this world, and drop the gradients. Local."""
         reshard(self._model)
         self._rest[self._at].restore()
+        self._sync_as_kept()
+        for unit in self._units():
+            for flat in unit.flats:
+                for member in flat.members:
+                    member.drop_gradient()
+                    member.shard.grad = None
         restore = ShardsRestore(self._model, self._optimizer)
         restore.add(self._worlds[-1].newest_own())
         restore.finish()

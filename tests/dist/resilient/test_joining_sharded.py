@@ -8,7 +8,7 @@ from torch import nn
 
 import echelon.dist as dist
 from echelon.dist import runtime
-from echelon.dist.fsdp import fully_shard
+from echelon.dist.fsdp import fully_shard, gradient_sync, set_requires_gradient_sync
 from echelon.dist.fsdp.moving import move
 from echelon.dist.fsdp.states import shards
 from echelon.dist.resilient.handover import receive_state, send_state
@@ -141,3 +141,41 @@ def test_a_sharded_parameter_trains_again_as_when_it_was_kept(is_inside):
     assert shard.requires_grad
     model(torch.rand(2, 3)).sum().backward()
     assert shard.grad is not None
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_gradients_that_prepare_left_behind_are_dropped(is_synced):
+    model, _, state = _made()
+    with gradient_sync(model, enabled=is_synced):
+        model(torch.rand(2, 3)).sum().backward()
+    state.restore()
+    assert all(one.grad is None for one in model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    found = [one.grad.clone() for one in model.parameters()]
+    model.zero_grad()
+    model[1].reset_running_stats()
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(map(torch.equal, found, (one.grad for one in model.parameters())))
+
+
+def test_a_lost_step_leaves_gradients_synced_as_at_its_start():
+    """A step that turned it off for its first micro-batches had not turned it on again."""
+    model, _, state = _made()
+    set_requires_gradient_sync(model, False)
+    assert state.contents()["syncs"] == [True]
+    state.restore_rest(4)
+    move(model, dist.world())
+    assert [unit.entry.sync for unit in state._units()] == [True]
+
+
+def test_a_joining_rank_is_synced_as_the_others_were_at_the_step():
+    model, _, state = _made()
+    other_model, _, other = _made(seed=1)
+    set_requires_gradient_sync(model, False)
+    state.keep(5)
+    set_requires_gradient_sync(model, True)
+    _handed_over(state, other)
+    assert [unit.entry.sync for unit in other._units()] == [False]
+    set_requires_gradient_sync(other_model, True)
+    other.restore_rest(4)
+    assert [unit.entry.sync for unit in other._units()] == [False]

@@ -110,3 +110,26 @@ def test_modules_and_parameters_that_a_step_freezes_are_trained_again():
     assert all(module.training for module in training.model.modules())
     trains = [name for name, one in training.model.named_parameters() if one.requires_grad]
     assert trains == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
+
+
+@pytest.mark.parametrize("key", [nn.Parameter(torch.ones(2)), "global"], ids=["tensor", "text"])
+def test_optimizer_state_outside_its_groups_cannot_be_sent_and_says_so(key):
+    training = _Training()
+    training.optimizer.state[key] = {"x": torch.ones(2)}
+    training.kept.keep()
+    with pytest.raises(ValueError, match="state that belongs to none of its parameter groups"):
+        training.kept.contents()
+
+
+def test_optimizer_state_outside_its_groups_is_compared_too():
+    training = _Training()
+    extra = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for one in extra:
+        training.optimizer.state[one] = {"x": torch.ones(2)}
+    training.kept.keep()
+    before = str(training.kept.parts())
+    for one in extra:
+        training.optimizer.state[one]["x"].fill_(2)
+        training.kept.keep()
+        assert str(training.kept.parts()) != before
+        training.optimizer.state[one]["x"].fill_(1)

@@ -261,6 +261,8 @@ class Training(Generic[_T]):
         try:
             self._exchange(group, source, newcomers)
             self._is_newcomer = False
+        except CollectiveMismatchError:
+            raise  # of the program, as when `from_checkpoint` is not collective on one rank
         except CollectiveError as err:
             runtime.leave_groups()  # its error would be found in the next world's steps
             raise PeerLostError(str(err), operation="join", ranks=err.ranks) from err
