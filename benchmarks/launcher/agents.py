@@ -21,7 +21,7 @@ from echelon.launcher.doctor.probes.finding import Finding, State, Task
 
 SECRET = b"a-secret-of-the-benchmark"
 STALL_S = 20.0  # `--stall-timeout`
-RESUME_S = 1.5  # how long a broken connection may take to return: `control/server.py`
+FIRST_LOOK_S = 0.1  # until a node whose connection broke is first looked for: `control/server.py`
 _WAIT_S = 120.0
 # Gives the host time to process the dumps of a stall before the next event.
 _DUMPS_S = 1.0
@@ -210,7 +210,7 @@ class Simulation:
             return await self._stall()
         due_s = time.monotonic() + SETTLE_S
         if what == "lose":
-            due_s += RESUME_S
+            due_s += FIRST_LOOK_S
             if not self._is_first:
                 await self._agents.pop().hang_up()
         elif self._is_first:

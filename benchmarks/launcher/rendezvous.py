@@ -9,8 +9,8 @@ leaves without a word; a rank fails. At last all ranks succeed. Prints a table: 
 processor time per agent, the share of a core in the steady state, the memory that grew meanwhile,
 and the delay of each decision: of a stall, from the moment its limit is reached to the order to
 collect; of a loss and a failure, from the event to the order to stop, less the pause for victims
-and the time in which a broken connection may be made again; each time until it has been handed to
-the last node's connection.
+and the 0.1 s until a node whose connection broke is first looked for; each time until it has been
+handed to the last node's connection.
 """
 
 from __future__ import annotations

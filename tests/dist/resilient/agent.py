@@ -52,7 +52,7 @@ class Agent:
     Attributes:
         report: of the job; has the continuations.
         pids: of the ranks that have reported.
-        lost: for each rank, one item per loss: the newest epoch.
+        lost: for each rank, one item per loss: the newest epoch. None once the agent has ended.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Agent:
         self.report = Report(job_id="x", world_size=world_size)
         self.pids: dict[int, int] = {}
         self.said: list[str] = []
-        self.lost: list[queue.Queue[int]] = [queue.Queue() for _ in range(world_size)]
+        self.lost: list[queue.Queue[int | None]] = [queue.Queue() for _ in range(world_size)]
         self._replaces = on_loss == "replace"
         self._folder = folder
         self._size = world_size
@@ -78,7 +78,8 @@ class Agent:
         directory = RunDirectory(folder, "")
         self._losses = Losses(options, directory, _Meeting(server), self.report, self.said.append)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._error: BaseException | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -88,7 +89,25 @@ class Agent:
         self._stop.set()
         self._thread.join()
 
+    def newest(self, rank: int) -> int:
+        """Wait until a rank is lost; return the newest epoch by then."""
+        found = self.lost[rank].get(timeout=900.0)
+        if found is None:
+            raise RuntimeError("the agent has ended") from self._error
+        return found
+
+    def _serve(self) -> None:
+        try:
+            self._watch()
+        except BaseException as err:
+            self._error = err
+            raise
+        finally:
+            for one in self.lost:
+                one.put(None)  # nothing can come any more
+
     def _watch(self) -> None:
+        admissions = self._losses.admissions
         poll, ranks = select.epoll(), {}
         while not self._stop.is_set():
             for rank in set(range(self._size)) - set(self.pids):
@@ -104,9 +123,9 @@ class Agent:
                 self._note(ranks.pop(fd))
             self._lose()
             self._losses.look(self._world)
-            waiting = self._losses.waiting(self._world) if self._replaces else []
+            waiting = admissions.waiting(self._world) if self._replaces else []
             if waiting:
-                self._losses.admit(self._world, waiting)
+                admissions.admit(self._world, waiting)
         self._losses.look(self._world)
         for fd in ranks:
             os.close(fd)
@@ -137,7 +156,7 @@ class Agent:
         (self._folder / f"{rank}.pid").unlink()
         folder = self._folder / f"rank_{rank}"
         (folder / "attempt_0").rename(folder / f"lost_{len(list(folder.glob('lost_*')))}")
-        self.lost[rank].put(self._losses.newest)
+        self.lost[rank].put(self._losses.admissions.begin(rank))
 
 
 def introduce(folder: Path, rank: int) -> None:
@@ -196,7 +215,7 @@ def run_replaced(
     def live_on(rank: int) -> Any:
         found = None
         for life in range(1, len(lives[rank])):
-            (found,) = live([rank], life, agent.lost[rank].get(timeout=900.0))
+            (found,) = live([rank], life, agent.newest(rank))
         return found
 
     with (

@@ -216,5 +216,5 @@ def test_nodes_whose_wall_clocks_are_apart_work_together(cluster, tmp_path):
 def test_many_agents_meet(tmp_path):
     measured = rendezvous.in_fresh_process(32, steady_s=1.0)
     assert measured.cpu_s > 0
-    assert measured.loss_s > -0.5, "a connection that broke may be made again for 1.5 s"
+    assert measured.loss_s > -0.05, "the first look comes 0.1 s after the connection broke"
     assert measured.failure_s >= 0

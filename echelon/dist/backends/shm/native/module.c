@@ -347,7 +347,9 @@ static PyObject *Ticket_wait(TicketObject *self, PyObject *argument)
     if (PyErr_Occurred())
         return NULL;
     if (atomic_load(&self->op.state) == EC_PENDING) {
-        if (check_open(self->owner) < 0 || wait_for(self->owner, &self->op, deadline(timeout_s), false))
+        EngineObject *owner = self->owner;
+        bool is_closing = !owner->open && owner->held && !is_forked(owner); /* it ends all operations */
+        if ((!is_closing && check_open(owner) < 0) || wait_for(owner, &self->op, deadline(timeout_s), false))
             return NULL;
     }
     return PyBool_FromLong(atomic_load(&self->op.state) != EC_PENDING);
