@@ -11,7 +11,7 @@ from tests.hosts import hosts, needs_hosts, run_text_on
 pytestmark = pytest.mark.netns
 
 _PREAMBLE = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 import numpy as np
 import echelon.dist as dist
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
@@ -71,12 +71,13 @@ def test_of_three_hosts_the_survivors_name_exactly_the_dead_rank(backend, step_s
 
 
 @needs_hosts
-def test_a_rank_that_computes_is_late_and_not_dead():
+def test_a_rank_that_computes_is_late_and_not_dead(tmp_path):
+    """The others stay until it has asked for its error: one of them hosts the store."""
     pytest.importorskip("torch")
     with hosts(3) as machines:
         _run(
             machines,
-            """
+            f"""
             world = dist.init("gloo", timeout_s=200)
             x = np.ones(1000)
             world.all_reduce(x)
@@ -87,6 +88,13 @@ def test_a_rank_that_computes_is_late_and_not_dead():
             assert isinstance(err, CollectiveTimeoutError), err
             assert err.ranks == (2,), err
             assert "not heard from" not in str(err), err
+            late = pathlib.Path({str(tmp_path / "late")!r})
+            if world.rank == 2:
+                late.touch()
+            deadline_s = time.monotonic() + 120
+            while not late.exists():
+                assert time.monotonic() < deadline_s, "rank 2 has not come"
+                time.sleep(0.05)
             dist.shutdown()
             """,
             [0, 0, 0],
