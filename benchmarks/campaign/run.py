@@ -32,6 +32,7 @@ from benchmarks.campaign.jobs import LAUNCHERS, WITH_STANDBYS, run_job
 from benchmarks.campaign.plan import MEAN_GAP_S, Plan, plan_of
 from benchmarks.campaign.table import bars, table
 from benchmarks.runner.machine import Conditions
+from benchmarks.runner.options import resumable
 from benchmarks.runner.place import RESULTS, ROOT
 
 _lock = threading.Lock()
@@ -110,9 +111,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = resumable(__doc__, _OUT)
     parser.add_argument("--jobs", type=int, default=8, help="jobs (default 8)")
     parser.add_argument("--first", type=int, default=0, help="the first job's seed (default 0)")
     parser.add_argument("--held-back", action="store_true", help="kinds not used in development")
@@ -123,16 +122,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=",".join(LAUNCHERS),
         help=f"which to run, separated by commas (default all); also {WITH_STANDBYS}",
     )
-    parser.add_argument("--out", type=Path, default=_OUT, help="records, one per line")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no further job after so long"
-    )
-    parser.add_argument(
-        "--most-load", type=float, default=float("inf"), help="begin none above this foreign load"
-    )
     parser.add_argument("--commit", default="", help="of the table: records of this commit only")
     parser.add_argument("--keep", action="store_true", help="keep the jobs' folders")
-    parser.add_argument("--table", action="store_true", help="only print the table")
     return parser.parse_args(arguments)
 
 

@@ -34,6 +34,7 @@ from benchmarks.losses.job import Record, reference, train
 from benchmarks.losses.plan import LAYOUTS, Plan, plan_of
 from benchmarks.losses.table import is_right, num_losses, table
 from benchmarks.runner.machine import Conditions
+from benchmarks.runner.options import resumable
 from benchmarks.runner.place import RESULTS, ROOT
 
 _OUT = RESULTS / "losses" / "losses.jsonl"
@@ -137,20 +138,10 @@ def read(path: Path) -> list[Record]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = resumable(__doc__, _OUT)
     parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only this one")
     parser.add_argument("--losses", type=int, default=30, help="of each layout, at least")
     parser.add_argument("--only", metavar="TRAINING", help="run this one, also if it has a record")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no training after so long"
-    )
-    parser.add_argument(
-        "--most-load", type=float, default=float("inf"), help="begin none above this load"
-    )
-    parser.add_argument("--out", type=Path, default=_OUT, help="records, one per line")
-    parser.add_argument("--table", action="store_true", help="only print the table")
     return parser.parse_args(arguments)
 
 

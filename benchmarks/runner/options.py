@@ -34,6 +34,27 @@ def parser(doc: str | None, *, rounds: int | None) -> argparse.ArgumentParser:
     return made
 
 
+def resumable(doc: str | None, out: Path) -> argparse.ArgumentParser:
+    """Return a parser for a script that appends a record after each unit of work, and resumes.
+
+    Args:
+        doc: the script's docstring, which is shown as it is.
+        out: the default of `--out`.
+    """
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin nothing new after so long"
+    )
+    made.add_argument(
+        "--most-load", type=float, default=float("inf"), help="begin nothing above this load"
+    )
+    made.add_argument("--out", type=Path, default=out, help="records, one per line")
+    made.add_argument("--table", action="store_true", help="only print the table")
+    return made
+
+
 def _finite(value: Any) -> Any:
     """Return samples as JSON can hold them: what was not reached within its limit is null."""
     if isinstance(value, Mapping):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runner.machine import Conditions
+from benchmarks.runner.options import resumable
 from benchmarks.runner.place import RESULTS, ROOT
 from benchmarks.same_bits.cells.plan import ENGINES, REFERENCE, Cell, cells
 from benchmarks.same_bits.cells.table import Record, has_ended, same_bits, table
@@ -136,19 +137,9 @@ def _read(path: Path, num_steps: int) -> list[Record]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = resumable(__doc__, _OUT)
     parser.add_argument("--cells", default="", help="run only those whose name contains this")
     parser.add_argument("--steps", type=int, default=_STEPS, help="of each training")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no further cell after so long"
-    )
-    parser.add_argument(
-        "--most-load", type=float, default=float("inf"), help="begin none above this load"
-    )
-    parser.add_argument("--out", type=Path, default=_OUT, help="records, one per line")
-    parser.add_argument("--table", action="store_true", help="only print the table")
     return parser.parse_args(arguments)
 
 
