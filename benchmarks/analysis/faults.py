@@ -8,8 +8,8 @@
 
 Every case is a job of 2 to 8 processes under `echelon run`; one rank does something wrong at step
 20, or none does. The job's folder is then read as `fr-analyze` reads it. A case is right if cause
-and culprit ranks are exactly those injected; a healthy one, if the job succeeds without an incident
-and without a finding. Cases that this build or machine cannot run state the reason.
+and culprit ranks are exactly those injected; a healthy case is right if the job succeeds without
+an incident and without a finding. Cases that this build or machine cannot run state the reason.
 """
 
 from __future__ import annotations

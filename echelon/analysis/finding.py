@@ -181,7 +181,7 @@ class Report:
 
     @property
     def undecided(self) -> bool:
-        """Whether operations may be stuck although there is no evidence of a fault."""
+        """Whether operations may be stuck even though nothing indicates a fault."""
         return self.healthy and any(one.cause is Cause.UNKNOWN for one in self.findings)
 
     @property

@@ -459,7 +459,7 @@ def test_a_dismissed_process_that_survives_sigkill_is_not_awaited(job):
     assert isinstance(over, decide.EndAttempt)
     assert not over.failed
     assert job.said[-1] == "the replacement of rank 1 survived SIGKILL for 20 s"
-    assert job.replacements.is_joining(job.world, 1), "its end is no loss, whenever it comes"
+    assert job.replacements.is_joining(job.world, 1), "its end does not count as a loss"
 
 
 def test_a_place_is_given_up_when_its_node_is_lost_before_its_process_starts(job):
