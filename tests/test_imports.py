@@ -96,6 +96,15 @@ def test_only_dist_and_train_import_torch(room):
         assert not any(_is_below(name, "torch") for name in _imports(path)), path
 
 
+def test_nothing_loads_dtensors_only_to_recognize_them():
+    """Loading them takes a rank's start more than a second of processor time."""
+    for path in _PACKAGE.rglob("*.py"):
+        for line in path.read_text().splitlines():
+            assert not line.startswith(
+                ("from torch.distributed.tensor", "import torch.distributed.tensor")
+            ), path
+
+
 def _loaded_after(code: str) -> set[str]:
     probe = f"import sys, json\ntry:\n    {code}\nexcept SystemExit:\n    pass\n"
     probe += f"print(json.dumps([m for m in {_HEAVY!r} if m in sys.modules]))"

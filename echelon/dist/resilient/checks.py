@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.dist.dtensor import is_dtensor
 from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.fsdp.parameters.unit import Unit, units_of
 from echelon.dist.group import ProcessGroup
@@ -25,7 +25,7 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
             "resilient.run does not support DistributedDataParallel, whose groups it cannot "
             "recreate: pass the module inside it (ddp.module), and average gradients with SameBits"
         )
-    if any(isinstance(one, DTensor) for one in model.parameters()):
+    if any(is_dtensor(one) for one in model.parameters()):
         raise ValueError(
             "resilient.run does not support DTensors: a rank's parts are lost with the rank. Use "
             "fully_shard, or restart from a checkpoint"

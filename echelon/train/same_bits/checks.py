@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import echelon.dist as dist
 from echelon.dist.canonical import Run, agree_runs, even_runs
+from echelon.dist.dtensor import is_dtensor
 from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.group import ProcessGroup
 from echelon.errors import NotReproducibleError
@@ -30,7 +30,7 @@ def check_model(model: nn.Module) -> None:
             "pass the module inside it (ddp.module) to SameBits"
         )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             raise ValueError(
                 f"parameter {name!r} is a DTensor: with tensor parallelism, the results are not "
                 "bitwise identical for all numbers of parts, so SameBits does not support it"

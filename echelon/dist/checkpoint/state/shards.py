@@ -7,8 +7,7 @@ A tensor may be a plain tensor, a shard made by echelon's `fully_shard`, a tenso
 from __future__ import annotations
 
 import math
-import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from echelon.dist.checkpoint.disk.pattern import Repeats, pattern_of
+from echelon.dist.dtensor import is_dtensor
 from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.fsdp.parameters.slices import Slice, slice_of
 
@@ -81,7 +81,7 @@ def elements(tensor: Tensor) -> Tensor:
     member = member_of(tensor)
     if member is not None:
         return member.shard.detach()
-    return tensor.to_local().detach() if _is_dtensor(tensor) else tensor.detach()
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 def is_divided(tensor: Tensor) -> bool:
@@ -108,7 +108,7 @@ def _local(tensor: Tensor) -> Local:
     if member is not None:
         shape = tuple(member.piece.shape)
         return Local(member.shard.detach(), shape, member.part.start, sharded=True)
-    if _is_dtensor(tensor):
+    if is_dtensor(tensor):
         return _local_of_dtensor(tensor)
     return Local(tensor.detach(), tuple(tensor.shape), 0, sharded=False)
 
@@ -155,7 +155,7 @@ def owner(tensor: Tensor) -> Tensor:
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
     """Return local elements as optimizer state for `like`: a DTensor if `like` is one."""
-    if not _is_dtensor(like):
+    if not is_dtensor(like):
         return data
     return type(like).from_local(
         data.to(like.device),
@@ -165,11 +165,6 @@ def wrap(data: Tensor, like: Tensor) -> Tensor:
         shape=like.shape,
         stride=like.stride(),
     )
-
-
-def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    module = sys.modules.get("torch.distributed.tensor")  # slow to load, and then there are none
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _local_of_dtensor(tensor: DTensor) -> Local:
