@@ -22,8 +22,8 @@ def move(module: nn.Module, group: ProcessGroup) -> None:
     and the optimizer's state through `shards`. The previous group may be broken.
 
     Args:
-        module: a model sharded over one group, without replicas and with a boolean
-            `reshard_after_forward`.
+        module: a model sharded over one group, without replicas. A number passed as
+            `reshard_after_forward` stays if it divides the new group's size; see `near_size_in`.
         group: the ranks to divide the parameters among.
 
     Raises:
@@ -37,9 +37,30 @@ def move(module: nn.Module, group: ProcessGroup) -> None:
     driver.order.budget.num_bytes = before.order.budget.num_bytes
     for unit in units:
         flat_numbers = [driver.next_flat() for _ in unit.flats]
-        unit.move(group, driver.next_unit(), flat_numbers, driver.memory)
+        near_size = near_size_in(unit.near_size, group.size)
+        near = driver.near(near_size) if near_size else None
+        unit.move(group, near, driver.next_unit(), flat_numbers, driver.memory)
         driver.add(unit)
         hooks.follow_move(unit)
     for unit in units:
         unit.borrow_again()
         driver.measure(unit)
+
+
+def near_size_in(requested: int, group_size: int) -> int:
+    """Return how many neighbouring ranks of a group keep a unit's parameters after forward.
+
+    This is the smallest divisor of the group's size that is not below the requested number, so no
+    rank keeps a larger part than was requested.
+
+    Returns:
+        The number, or 0 if no ranks keep parameters: none were requested, or all would be needed.
+
+    Example:
+        >>> near_size_in(2, 4), near_size_in(2, 9), near_size_in(2, 5)
+        (2, 3, 0)
+    """
+    if not requested:
+        return 0
+    fitting = (size for size in range(requested, group_size) if group_size % size == 0)
+    return next(fitting, 0)

@@ -127,6 +127,7 @@ def fully_shard(
         precision,
         reshard=reshard_after_forward is not False,
         near=driver.near(near_size) if near_size else None,
+        near_size=near_size,
         depth=prefetch,
     )
     driver.prepare(unit.device)

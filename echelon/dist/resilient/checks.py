@@ -72,8 +72,6 @@ def _check_unit(unit: Unit, world: ProcessGroup) -> None:
         reason = "is not sharded over the world"
     elif any(flat.replicas is not None for flat in unit.flats):
         reason = "is sharded with replicas (mesh= with two axes)"
-    elif unit.near is not None:
-        reason = "has a number as reshard_after_forward="
     elif unit.device.type != "cpu":
         reason = f"is on {unit.device}, where copies of shards have not been tried"
     if reason:

@@ -7,6 +7,7 @@ memory that outlives the rank. The last two states are kept, so that one of them
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from echelon.dist.fsdp.control import reshard
-from echelon.dist.fsdp.moving import move
+from echelon.dist.fsdp.moving import move, near_size_in
 from echelon.dist.fsdp.parameters.unit import Unit, units_of
 from echelon.dist.fsdp.states import shards
 from echelon.dist.fsdp.step.driver import driver_of
@@ -44,6 +45,7 @@ class ShardedState:
         self._rest_steps = [-1, -1]
         self._syncs = [self._live_syncs() for _ in range(2)]  # if each unit reduces its gradients
         self._at = 0  # the newest of them
+        self._noted: set[int] = set()  # numbers passed as reshard_after_forward that did not fit
         self._worlds: list[WorldCopies] = []  # the last is the current one
 
     @property
@@ -75,7 +77,8 @@ class ShardedState:
     def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of the groups that the sharded model has made in this world."""
         for unit in units_of(self._model):
-            driver_of(unit).reducing.timeout_s = timeout_s
+            for group in driver_of(unit).groups():
+                group.timeout_s = timeout_s
 
     def release_earlier(self) -> None:
         """Release the copies of earlier worlds. Call this once this world's copies are complete."""
@@ -186,8 +189,8 @@ class ShardedState:
         names = {one.parameter: name for name, one in shards(self._model).items()}
         return [
             [
-                unit.entry.reshard, unit.entry.depth, unit.entry.outer, repr(unit.precision),
-                driver_of(unit).order.budget.num_bytes,
+                unit.entry.reshard, unit.near_size, unit.entry.depth, unit.entry.outer,
+                repr(unit.precision), driver_of(unit).order.budget.num_bytes,
                 [
                     [str(flat.dtype), str(flat.compute_dtype), str(flat.reduce_dtype), [
                         [names.get(one.shard), list(one.piece.shape)] for one in flat.members
@@ -231,6 +234,22 @@ class ShardedState:
         for shard in shards(self._model).values():
             self._optimizer.state.pop(shard.parameter, None)
         move(self._model, group)
+        self._note_near_sizes(group)
+
+    def _note_near_sizes(self, group: ProcessGroup) -> None:
+        """Warn once of each `reshard_after_forward` that does not divide the ranks' number."""
+        for unit in units_of(self._model):
+            size = unit.flats[0].group.size if unit.flats else 0
+            if unit.near_size and size % unit.near_size and unit.near_size not in self._noted:
+                self._noted.add(unit.near_size)
+                if group.rank == 0:
+                    warnings.warn(
+                        f"reshard_after_forward={unit.near_size} does not divide the {size} ranks "
+                        f"that share the parameters now: using "
+                        f"{near_size_in(unit.near_size, size) or True} until it does",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
 
 def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:

@@ -60,6 +60,16 @@ def test_a_killed_rank_is_replaced_and_the_bits_are_those_of_an_undisturbed_run(
     assert (join["step"], join["repeated"], join["steps_lost"]) == (joined_at, False, 0)
 
 
+@pytest.mark.slow
+def test_a_rank_joins_others_that_keep_parameters_among_neighbours(tmp_path, undisturbed):
+    """Two neighbours, of four ranks; none of three, meanwhile."""
+    ends, _ = run_replaced(
+        train_replaced, 4, tmp_path, _TOTAL, "near", [],
+        lives={2: [[(2, "forward", CHANGES_AT + 1)], []]}, whole=[],
+    )  # fmt: skip
+    assert {bits for bits, *_ in ends} == {undisturbed}
+
+
 _JOINING = -1  # the step of a process that has not joined yet
 
 

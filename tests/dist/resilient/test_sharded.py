@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import echelon.dist as dist
 from echelon.dist import resilient
 from echelon.dist.fsdp import fully_shard
+from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.resilient.joining import Joins
 from echelon.dist.resilient.sharded import ShardedState
 from echelon.dist.resilient.training.sharded import ShardedTraining
@@ -32,10 +34,10 @@ def undisturbed(tmp_path_factory):
     return found
 
 
-def _survive(tmp_path, world_size, kills):
+def _survive(tmp_path, world_size, kills, layout="sharded"):
     """Run, and return what each rank that is left reports."""
     codes = {rank: -signal.SIGKILL for rank, _, _ in kills}
-    ends, _ = run_watched(train, world_size, tmp_path, _TOTAL, kills, "sharded", exit_codes=codes)
+    ends, _ = run_watched(train, world_size, tmp_path, _TOTAL, kills, layout, exit_codes=codes)
     assert len(ends) == world_size - len(codes)
     for _, worlds, commits in ends:
         assert worlds[-1][1] == tuple(sorted(codes))
@@ -67,6 +69,23 @@ def test_ranks_may_die_before_the_copies_of_the_next_world_exist(tmp_path, undis
     ]  # fmt: skip
     ends = _survive(tmp_path, 6, kills)
     assert [end[0] for end in ends] == [undisturbed]
+
+
+def test_a_number_of_neighbours_that_fits_fewer_ranks_no_longer_is_survived(tmp_path, undisturbed):
+    ends = _survive(tmp_path, 4, [(1, "forward", 2)], "near")
+    assert [end[0] for end in ends] == [undisturbed] * 3
+
+
+def test_a_number_of_neighbours_that_does_not_fit_is_named_once(training):
+    state = training._state
+    (unit,) = units_of(state._model)
+    unit.near_size = 2
+    text = r"=2 does not divide the 1 ranks that share the parameters now: using True until it does"
+    with pytest.warns(RuntimeWarning, match=text):
+        state.restart(dist.world())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.restart(dist.world())
 
 
 def _drift(rank, world_size):

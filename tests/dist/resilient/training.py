@@ -118,7 +118,8 @@ def _believe_to_be_on(host: int) -> None:
 class Training:
     """One rank's training, with what is to kill it.
 
-    Its layout is "" (replicated), "sharded", or "sharded and saved".
+    Its layout is "" (replicated), "sharded", "sharded and saved", or "near": sharded,
+    and kept among two neighbours after a forward.
 
     Args:
         full: the number of ranks that take part in the end. From step FULL_FROM on, a step of fewer
@@ -146,7 +147,7 @@ class Training:
         self.model = make(seed=rank)
         if layout:
             for block in self.model.blocks:
-                fully_shard(block)
+                fully_shard(block, reshard_after_forward=2 if layout == "near" else True)
             fully_shard(self.model, ignored_params=[self.model.unused])
         torch.manual_seed(3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)

@@ -26,12 +26,15 @@ class Unit:
     Args:
         number: the unit's number within its group.
         near: the neighbouring ranks that gather the unit again for backward; None means all ranks.
+        near_size: how many neighbouring ranks the program requested, or 0.
         reshard: whether the unit is released after forward.
         depth: how many units are gathered ahead while this unit computes.
 
     Attributes:
         entry: the order's record of the unit.
         borrowed: the units whose parameters this unit also uses.
+        near: the neighbouring ranks that gather the unit again for backward; None means all ranks.
+        near_size: how many neighbouring ranks the program requested, or 0.
     """
 
     def __init__(
@@ -43,12 +46,14 @@ class Unit:
         *,
         reshard: bool,
         near: ProcessGroup | None,
+        near_size: int = 0,
         depth: int,
     ) -> None:
         self.num_modules = len(modules)  # not the modules: see `Member`
         self.flats = flats
         self.precision = precision
         self.near = near
+        self.near_size = near_size
         self.borrowed: list[Unit] = []
         self._version = 0
         for flat in flats:
@@ -94,17 +99,23 @@ class Unit:
             owner.entry.borrowers.add(self.entry)
 
     def move(
-        self, group: ProcessGroup, number: int, flat_numbers: Sequence[int], memory: Memory
+        self,
+        group: ProcessGroup,
+        near: ProcessGroup | None,
+        number: int,
+        flat_numbers: Sequence[int],
+        memory: Memory,
     ) -> None:
         """Divide the unit among the ranks of another group. All values become undefined.
 
         Args:
             group: the ranks to divide the unit among.
+            near: the ranks of the new group that gather the unit again for backward, or None.
             number: the unit's number within the new group.
             flat_numbers: the numbers of the unit's flats within the new group.
             memory: the memory that all flats of the new group share.
         """
-        assert self.near is None, self
+        self.near = near
         for flat, its_number in zip(self.flats, flat_numbers, strict=True):
             flat.move(group, its_number, memory)
             flat.show_shards()

@@ -131,6 +131,8 @@ class Driver:
 
     def near(self, size: int) -> ProcessGroup:
         """Return this rank's group of `size` neighbouring ranks. Collective on the first call."""
+        if is_absent(self.group):
+            return self.group  # until the unit moves; it refuses all operations
         if size not in self._near:
             color = self.group.rank // size
             name = f"{self.group.name}/near{size}"
