@@ -28,7 +28,7 @@ from pathlib import Path
 
 
 class EchelonError(Exception):
-    """Base class of all errors that this package raises for failures outside the program.
+    """Base class of all errors that this package raises for failures other than programming errors.
 
     Example:
         >>> try:
@@ -277,10 +277,10 @@ class NonFiniteGradientError(EchelonError):
 
 
 class NotReproducibleError(EchelonError):
-    """Recomputing a micro-batch, or computing it on another rank, gave different bits.
+    """A micro-batch gave different bits when it was computed again or on another rank.
 
     Attributes:
-        ranks: the global ranks whose bits differ.
+        ranks: the global ranks whose results differ.
 
     Example:
         >>> error = NotReproducibleError("micro-batch 3 gave other bits", ranks=(1,))

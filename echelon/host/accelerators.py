@@ -55,7 +55,8 @@ def numa_nodes_of_gpus(
 ) -> list[int]:
     """Return the NUMA node of each visible NVIDIA GPU; GPUs are numbered by PCI address.
 
-    The list is empty if there are no GPUs, or if CUDA_VISIBLE_DEVICES does not name GPUs by number.
+    The list is empty if there are no GPUs, or if CUDA_VISIBLE_DEVICES does not identify GPUs by
+    number.
     """
     nodes = []
     for folder in sorted((proc / "driver/nvidia/gpus").glob("*")):

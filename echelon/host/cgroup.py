@@ -18,7 +18,7 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return how many cores this process may keep busy, at least 1.
+    """Return the number of cores that this process may use, at least 1.
 
     Args:
         root: the folder where the control groups are mounted.
@@ -61,7 +61,7 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return the share of the last 10 s in which tasks waited for each resource.
+    """Return, for each resource, the share of the last 10 s in which tasks were waiting for it.
 
     The keys are "cpu", "io" and "memory"; the values are from the "some" lines of /proc/pressure.
     """

@@ -1,7 +1,7 @@
 """Examine the descendants of a process: whether they are alive, and what they are waiting for.
 
 The stack of a rank that is waiting for a data-loader worker does not show what the worker is doing.
-So the worker is examined too, from outside and without being interrupted.
+The worker is therefore examined too, from outside and without interrupting it.
 """
 
 from __future__ import annotations

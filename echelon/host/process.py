@@ -1,7 +1,7 @@
 """Read what /proc shows about a process. Used only by the agent.
 
 A container may deny access to any file. The name of a denied file is added to `not_permitted`, and
-the values in that file are left empty.
+the values read from it are left empty.
 """
 
 from __future__ import annotations

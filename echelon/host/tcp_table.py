@@ -61,7 +61,7 @@ def plain_address(host: str) -> str:
 
 
 def spellings(host: str, port: int) -> list[str]:
-    """Return the forms that an address may take in the tables: hexadecimal words and the port.
+    """Return the possible forms of an address in the tables, as hexadecimal words and the port.
 
     The words are in machine byte order. If an IPv6 socket uses an IPv4 address, the IPv6 table
     shows the mapped form of the address.

@@ -1,4 +1,4 @@
-"""Follow the host on one node, and replace the host when it is lost.
+"""Make a node follow the host, and let the node replace the host when the host is lost.
 
 Each heartbeat from the host extends the permit of this node's ranks. The guard stops the ranks when
 their permit expires. When the host is lost, the node takes a snapshot of its ranks, stops them and

@@ -75,7 +75,7 @@ class Machine:
         overlap: the fraction of communication that computation can hide, from 0 to 1.
         block_s: the time to launch a block's operations and hooks, regardless of their size.
         links: the links inside a node and across nodes, keyed by group size.
-        origins: for the report, whether each figure was measured, stated or assumed.
+        origins: how each figure was obtained: measured, stated or assumed.
     """
 
     flops_per_s: Figure
@@ -127,7 +127,7 @@ def assumed(*, is_half: bool) -> Machine:
 
 
 def with_peak(machine: Machine, tflops: float) -> Machine:
-    """Return the machine with a stated peak rate; training is assumed to reach a fraction of it.
+    """Return the machine with a stated peak rate, of which training is assumed to reach a fraction.
 
     Raises:
         ValueError: the peak rate is not above 0.

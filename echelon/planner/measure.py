@@ -126,7 +126,7 @@ def _calls(world: ProcessGroup, group: ProcessGroup, x: Any, number: int) -> lis
 
 
 def _overlap(world: ProcessGroup, product: Callable[[], object]) -> dict[str, float]:
-    """Return the median fraction of a collective's time that computation hid, with bounds."""
+    """Return the median fraction of a collective's time that computation hid, and its bounds."""
     x = np.ones(_LARGE_NUMBERS, np.float32)
     shares = []
     for _ in range(9):

@@ -39,10 +39,11 @@ class Memory:
     Attributes:
         weights, optimizer: the rank's own share of the weights and of the optimizer's state.
         gradients: the rank's own share of the gradients at the rank's memory peak. With one
-            micro-batch, each gradient takes the place of activations that backward has freed.
+            micro-batch, each gradient takes the place of activations that the backward pass has
+            freed.
         units: the buffers of `fully_shard` for gathered parameters, and for whole gradients before
             they are reduced.
-        activations: the activations kept for backward, over all micro-batches in progress.
+        activations: the activations kept for the backward pass, over all micro-batches in progress.
         logits: the logits and the loss's intermediate tensors.
         heap: in host memory, the gaps between tensors, and small buffers.
     """

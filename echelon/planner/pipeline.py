@@ -68,7 +68,7 @@ def course(
         schedule, pp, microbatches, chunks: the schedule's name, and the numbers of ranks,
             micro-batches, and stages per rank.
         forward: the cost of one micro-batch's forward pass in each stage.
-        backward: the cost of backward as a multiple of the cost of forward: 2, or 3 with
+        backward: the cost of a backward pass as a multiple of that of a forward pass: 2, or 3 with
             recomputation.
     """
     from echelon.dist.pipeline.plan.catalogue import schedule as make

@@ -24,8 +24,8 @@ REPLACE = "replace"  # the same, and starts a process in the place of each lost 
 class Epoch:
     """The ranks of an attempt between two losses. A newer epoch replaces all earlier epochs.
 
-    An epoch with `joins` follows no loss: the ranks of the epoch before it finish their step, and
-    enter this one together with the ranks that join.
+    An epoch with `joins` does not follow a loss. The ranks of the previous epoch finish their step,
+    and enter the new epoch together with the joining ranks.
 
     Attributes:
         number: the epoch's number, counting from 1. Epoch 0, in which the attempt begins, is not
@@ -34,11 +34,12 @@ class Epoch:
         lost: the ranks that the attempt has lost so far, in ascending order.
         done: the ranks that have finished all steps.
         left: the ranks that exited before their last step. If there are any, no rank can continue.
-        joins: the ranks of the roster that join with this epoch, in place of lost ranks.
-        dismissed: ranks that were to join and must exit, because the others have finished.
+        joins: the ranks of the roster that join in this epoch to replace lost ranks.
+        dismissed: the ranks that were waiting to join but must exit, because the others have
+            finished.
         withdraws: the epoch of the admissions that this epoch withdraws, because ranks died before
-            they joined; 0 if none. A rank that has not gone to the meeting of that epoch has lost
-            nothing, and enters this one at the end of a step.
+            they joined; 0 if none. A rank that has not tried to meet in that epoch is not affected,
+            and enters this epoch at the end of a step.
     """
 
     number: int
@@ -103,7 +104,7 @@ class Standing:
         ready_mono_ns: the time at which the rank was ready to compute the step.
         ready_there_ns: the same time on the clock of the rank's node, if the report came from
             another node; 0 otherwise.
-        meets: the epoch that the rank is entering together with ranks that join; 0 if none.
+        meets: the epoch that the rank is entering together with joining ranks; 0 if none.
     """
 
     state: State

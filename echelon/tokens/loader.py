@@ -1,10 +1,10 @@
 """Load batches from a mixture of token shards, with prefetching and an exact, resumable position.
 
 [Note: the position in the data] Samples are numbered over all ranks. A step takes the next `batch`
-numbers, and each rank reads its share of them. The weights determine the source of each number, and
-(seed, source, epoch, number) determines the sample within that source. The position is therefore
-the number of samples taken from each source. The position is the same on all ranks and does not
-depend on the number of ranks. Prefetched batches that the caller has not received are not counted.
+numbers, and each rank reads its share. The weights determine the source of each number, and (seed,
+source, epoch, number) determines the sample within that source. The position is therefore the
+number of samples taken from each source. The position is the same on all ranks and does not depend
+on the number of ranks. Prefetched batches that the caller has not received are not counted.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ class TokenLoader:
         world_size: the number of ranks that share a batch, as evenly as possible. A rank's share
             may be empty if `batch` is less than `world_size`.
         seed: the seed that determines the order of samples.
-        mask_documents: exclude the first token of each document from the targets.
-        pack_documents: fill samples with whole documents (`packing.py`) instead of cutting the text
-            at fixed intervals; a document is divided only if it is longer than a sample. The first
-            token of a document is never a target. Every rank reads the end positions of all
-            documents.
+        mask_documents: whether to exclude the first token of each document from the targets.
+        pack_documents: whether to fill samples with whole documents (`packing.py`) instead of
+            cutting the text at fixed intervals; a document is divided only if it is longer than a
+            sample. The first token of a document is never a target. Every rank reads the end
+            positions of all documents.
         num_workers: the number of reading threads.
         prefetch: the number of batches to read ahead.
 

@@ -22,7 +22,8 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> bool:
 
     Args:
         folder: the folder to create; missing parents are created too.
-        make: a function that fills the empty folder passed to it; it may take any length of time.
+        make: a function that is called with the empty folder and fills it. The call may take any
+            length of time.
 
     Returns:
         True if this call created the folder.

@@ -74,7 +74,7 @@ class Packs:
 
 
 def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Return the row of each piece: the first open row that has room for it.
+    """Assign each piece to the first open row that has enough room; return the rows.
 
     Args:
         sizes: the sizes of the pieces, each between 1 and `room`: int64 [num_pieces].

@@ -1,7 +1,8 @@
-"""Checkpoint activations: backward recomputes the activations that forward did not keep.
+"""Checkpoint activations: the backward pass recomputes those that the forward pass did not keep.
 
-    full         a block keeps only its inputs; backward runs its forward again. This takes memory
-                 for one block's activations and every block's inputs, and a third more computation.
+    full         a block keeps only its inputs, and the backward pass repeats the block's forward
+                 pass. This takes memory for one block's activations and every block's inputs, and
+                 a third more computation.
     every n-th   full for every n-th block; the other blocks keep everything.
     selective    a block keeps its inputs and the results of matrix products and attention, which
                  are the most expensive to recompute, and recomputes all other results.
@@ -54,7 +55,7 @@ def checkpoint_activations(
     every: int = 1,
     keep: Sequence[Any] | None = None,
 ) -> int:
-    """Make blocks discard activations after forward and recompute them in backward.
+    """Make blocks discard activations in the forward pass and recompute them in the backward pass.
 
     In a pipeline, each rank passes the blocks of its own stages, and `every` counts only these
     blocks.
@@ -62,7 +63,7 @@ def checkpoint_activations(
     Args:
         blocks: the model's blocks in order, such as `model.blocks`.
         mode: "full", "selective", or "none", which changes nothing.
-        every: checkpoint the first block and then every n-th block after it.
+        every: n, to checkpoint the first block and every n-th block after that block.
         keep: for "selective", the operations (`torch.ops.aten.mm.default`, ...) whose results are
             kept; None means `costly_operations()`.
 

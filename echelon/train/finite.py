@@ -55,7 +55,7 @@ class FiniteGuard:
 
     Args:
         model: the sharded model, or this rank's stages or pipeline.
-        max_in_a_row: raise an error after this many consecutive skipped steps.
+        max_in_a_row: the number of consecutive skipped steps after which an error is raised.
         over: a group of all ranks that hold parameters of the model; needed for pipeline stages and
             experts. None means the largest group that parameters are sharded across.
         replicas: see `clip_grad_norm_`.

@@ -9,10 +9,10 @@ al. 2024, Liger Kernel).
 There are two ways to compute the gradients:
 
     in forward     three products of [N, C] x [C, V], as in plain autograd. The gradient of the
-                   weight is in memory from forward to backward.
-    recomputed     four products, because backward computes the logits again. Only `hidden` and one
-                   number per token are kept. float16 requires recomputation: gradients that forward
-                   computed before the loss was scaled would underflow to zero.
+                   weight is in memory from the forward pass to the backward pass.
+    recomputed     four products, because the backward pass computes the logits again. Only `hidden`
+                   and one number per token are kept. float16 requires recomputation: gradients
+                   computed in the forward pass, before the loss is scaled, would underflow to zero.
 
 Sums over tokens and chunks are in float32 (float64 for float64), regardless of the dtype of the
 products.
@@ -56,9 +56,9 @@ def chunked_cross_entropy(
             in torch).
         chunk_tokens: the number of tokens per chunk; None means that the logits of a chunk take
             about 64 MiB.
-        recompute: whether backward recomputes the logits, as described at the top of this module;
-            None means only for float16. If gradients are computed in forward, a second backward
-            pass over the same graph raises a RuntimeError.
+        recompute: whether the backward pass recomputes the logits, as described at the top of this
+            module; None means only for float16. If gradients are computed in the forward pass, a
+            second backward pass over the same graph raises a RuntimeError.
 
     Returns:
         The loss, a float32 scalar (float64 for float64).

@@ -24,7 +24,7 @@ class Wakes:
 
 
 def wakes(pid: int) -> Wakes | None:
-    """Return how often a process's main thread has waited, or None if the process is gone."""
+    """Return how many times a process's main thread has waited, or None if the process is gone."""
     status = read_text(f"/proc/{pid}/task/{pid}/status", "status", [])
     stat = read_text(f"/proc/{pid}/task/{pid}/stat", "stat", []).rpartition(")")[2].split()
     _, found, rest = status.partition("\nvoluntary_ctxt_switches:")

@@ -135,7 +135,7 @@ def _name(pid: int) -> str:
 
 
 def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the network namespace, to distinguish jobs that use the same loopback address."""
+    """Return a process's network namespace; it distinguishes jobs on the same loopback address."""
     address = environ.get("MASTER_ADDR", "")
     if address in ("localhost", "::1") or address.startswith("127."):
         return (str(network_of(pid)),)

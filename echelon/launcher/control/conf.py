@@ -1,7 +1,7 @@
 """Interpret `--rdzv-conf`, which sets how nodes meet and when a node counts as lost.
 
-All of torchrun's keys are accepted. Some of these keys have no effect in echelon, and a note lists
-them. Any other key is an error.
+All of torchrun's keys are accepted. Keys that have no effect in echelon are listed in a note. Any
+other key is an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Show other machines that a launcher is alive, by means of a listening socket.
+"""Let other machines detect whether a launcher is alive, through a listening socket.
 
 The kernel accepts connections even for a process that is stopped or starved. When the process ends,
 the kernel refuses new connections. A killed node is therefore detected quickly, while a node on a
@@ -46,7 +46,7 @@ class LifeSign:
 
 
 async def is_gone(address: str, port: int) -> bool:
-    """Return whether a launcher is gone, because its machine refuses connections to the life sign.
+    """Return whether a launcher is gone: its machine refuses connections to the life sign.
 
     The call takes at most 1 s. It returns False if the machine does not answer or if the launcher
     has no life sign.
@@ -64,7 +64,7 @@ async def is_gone(address: str, port: int) -> bool:
 
 
 def _own_addresses(endpoint: str) -> set[str]:
-    """Return the local addresses from which this machine reaches an endpoint, without sending data.
+    """Return the local addresses from which this machine reaches an endpoint; send no data.
 
     Raises:
         OSError: the endpoint's name cannot be resolved.

@@ -1,7 +1,7 @@
 """Define the messages between agents and the coordinator.
 
 Agents send events, and the coordinator sends commands. Every message is a plain record that is sent
-as a msgpack map. Messages carry ages instead of timestamps, because the clocks of different nodes
+as a msgpack map. Messages contain ages instead of timestamps, because the clocks of different nodes
 cannot be compared.
 """
 
@@ -154,9 +154,9 @@ class Laps:
 
     - the rank
     - the first step
-    - the step after the last step
+    - one past the last step
     - the ages of the start and the end (two elements)
-    - the times spent waiting, on checkpoints and on data (three elements)
+    - the times spent on waiting, on checkpoints and on data (three elements)
 
     `ranks` holds one list per rank:
 
@@ -165,7 +165,7 @@ class Laps:
     - the age of the last sign of progress in ms (-1: none)
     - the step of the last checkpoint saved (-1: none)
     - the number of checkpoints loaded
-    - the times spent waiting, on checkpoints and on data in the unfinished step, in us (three
+    - the times spent on waiting, on checkpoints and on data in the unfinished step, in us (three
       elements)
     """
 
@@ -188,7 +188,7 @@ class Standings:
     - the time since the rank was ready, in ms
     - the time at which the rank was ready, in ns on the node's monotonic clock; only for the rank's
       own black box
-    - the epoch that the rank is entering together with ranks that join; 0 if none
+    - the epoch that the rank is entering together with joining ranks; 0 if none
     """
 
     attempt: int
@@ -476,7 +476,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryWays:
-    """A command: try to connect to each place in the list, given as [host, address, port]."""
+    """A command: try to connect to each address in a list of [host, address, port]."""
 
     places: list[list[str]]
 

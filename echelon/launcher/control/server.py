@@ -5,8 +5,8 @@ continue its session. The node is lost once its machine refuses connections to t
 once the node has been silent for too long. Silence is measured by a clock that stops while the
 server's process is not running.
 
-Every frame must prove that its sender knows the job's secret. If nodes send faster than the
-coordinator can handle, they have to wait.
+Every frame must prove that its sender knows the job's secret. Nodes that send faster than the
+coordinator can handle have to wait.
 """
 
 from __future__ import annotations

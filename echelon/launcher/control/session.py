@@ -1,4 +1,4 @@
-"""Keep the state of a session across reconnections, without a socket or a clock.
+"""Keep the state of a session across reconnections. This module uses no socket and no clock.
 
 Messages are numbered and kept until the other side has acknowledged them. When a connection breaks,
 the session continues on the next connection, and no message is lost or delivered twice. The amount
@@ -67,7 +67,7 @@ class Session:
         return self._head(number) + message
 
     def beat(self) -> bytes:
-        """Return a frame that carries no message and serves as a heartbeat."""
+        """Return an empty frame, which serves as a heartbeat."""
         return self._head(0)
 
     def goodbye(self) -> bytes:

@@ -327,7 +327,7 @@ class Coordinator:
 
         Args:
             ended: the exit code of each rank, or LOST.
-            error: the reason why the rank could not be started; "" if it was started.
+            error: the reason why the ranks could not be started; "" if they were started.
         """
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
         joiners = [rank for rank in ended if self._replacements.is_joining(world, rank)]
@@ -405,7 +405,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time from a clock that stops while this process is not running."""
+        """Return the time on a clock that stops while this process is not running."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:

@@ -11,9 +11,9 @@ not end early if the first failure was due to a stop signal from outside, becaus
 stopping every process on a node.
 
 If a worker is lost and the others continue, the phase does not change. An incident is collected
-after a pause of the same length. A process that replaces a lost worker is not a worker until it has
-been admitted. If the process ends before that, nothing changes for the workers. If no worker is
-left, the process is dismissed.
+after a pause of the same length. A process that replaces a lost worker does not count as a worker
+until it has been admitted. If the process ends before that, nothing changes for the workers. If no
+worker is left, the process is dismissed.
 
 Each node times the grace period between SIGTERM and SIGKILL on its own. The coordinator's backstop
 exists only for nodes that do not kill their workers in time. A second request to stop may change
@@ -150,7 +150,8 @@ class CollectIncident:
     """An action: collect and analyse an incident.
 
     Attributes:
-        is_early: whether a learned limit triggered the incident. Such an incident stops no rank.
+        is_early: whether a learned limit triggered the incident. Such an incident does not stop any
+            rank.
         lost: the ranks that failed, if the attempt continues without them.
     """
 

@@ -222,7 +222,7 @@ class Incidents:
         return None if last.recovered else last
 
     def _add(self, incident: Incident, former: Incident | None) -> None:
-        """Add an incident to the report, in place of the early incident that it continues."""
+        """Add an incident to the report, replacing the early incident that it continues."""
         if former is None:
             self._report.incidents.append(incident)
             return

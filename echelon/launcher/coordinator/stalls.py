@@ -33,7 +33,7 @@ class Stalls:
         say: a function that prints a line.
         hung: the object that kills the culprits of a stall under `--on-stall replace`.
         look: a function that processes the latest reports from ranks. It may call `note_progress`.
-        begin_again: a function that counts the current stall as over.
+        begin_again: a function that declares the current stall over.
     """
 
     def __init__(

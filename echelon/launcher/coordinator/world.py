@@ -87,7 +87,7 @@ class World:
 
         Args:
             nodes: the nodes in rank order.
-            report_s: the longest time between two reports of a node whose ranks are running.
+            report_s: the longest time between two reports from a node whose ranks are running.
             now_mono_ns: the current time on the clock that measures the ranks' progress; None means
                 the monotonic clock.
         """

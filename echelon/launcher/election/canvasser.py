@@ -9,7 +9,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Canvasser:
-    """A sender of polls to electors. Each answer is put into `votes` as (elector, poll, vote)."""
+    """A client that polls electors. Each answer is put into `votes` as (elector, poll, vote)."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._questions = Questions(secret, tls)

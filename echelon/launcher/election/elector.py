@@ -18,7 +18,7 @@ VOTE_S = 1.5  # how long a granted vote binds, so that the winner can announce i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canvass:
-    """A node's request to an elector for its vote, and for the name of the job's host.
+    """A node's request for an elector's vote and for the name of the job's host.
 
     Attributes:
         term: the term in which the node would be the host.

@@ -1,4 +1,4 @@
-"""Delay the next world until the ranks of lost nodes have certainly ended.
+"""Delay the next world until the ranks of lost nodes are certain to have ended.
 
 If a node's connection breaks, the host probes the node's launcher. If the machine refuses the
 connection, the launcher is gone, and its guard has killed its ranks. If the machine does not

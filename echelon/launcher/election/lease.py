@@ -36,7 +36,7 @@ def beat_interval_s(promise_s: float) -> float:
 
 
 class Lease:
-    """The host's right to run a world. The lease lasts while a majority of the electors replies.
+    """The host's right to run a world. The lease lasts as long as a majority of the electors reply.
 
     Args:
         name: the host's own name.

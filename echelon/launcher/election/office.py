@@ -1,4 +1,4 @@
-"""Keep the host's part of the succession: its lease, its mandate and its nodes.
+"""Manage the host's part in the succession: its lease, its mandate and its nodes.
 
 A world may begin once all three conditions are met:
 

@@ -171,7 +171,7 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when votes arrive. Call during a search."""
+        """Return a descriptor that becomes readable when votes arrive. Use it during a search."""
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

@@ -1,9 +1,9 @@
 """Vote without running ranks, so that either of two nodes can continue alone.
 
-The witness keeps one `Elector` per job, and writes nothing to disk. After a restart, the witness
-does not vote in a job until the job's host registers again, because its promises are lost. Only a
-host whose lease is valid without the witness may register. This rule excludes a host that has been
-replaced.
+The witness keeps one `Elector` per job, and writes nothing to disk. A witness that has restarted
+has lost its promises. It therefore does not vote in a job until the job's host registers again.
+Only a host whose lease is valid without the witness may register. This rule excludes a host that
+has been replaced.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Book:
     Args:
         stall_timeout_s: how many seconds without progress count as a stall.
         say: a function that prints a line.
-        now_ns: a function that returns the time of the monotonic clock, in ns.
+        now_ns: a function that returns the monotonic time, in ns.
     """
 
     def __init__(

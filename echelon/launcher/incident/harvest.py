@@ -1,4 +1,4 @@
-"""Collect the black boxes of a node's ranks, and facts about each process from the host.
+"""Collect the black boxes of a node's ranks, and the host's facts about each process.
 
     1. Examine every live process once: its ring and its files in /proc.
     2. Read the stacks from outside, which does not disturb the processes. Also examine their
@@ -121,7 +121,7 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
 def _on_threads(
     looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
-    """Run functions on a few threads. Wait up to `limit_s` seconds for all of them.
+    """Run functions on a few threads; wait up to `limit_s` seconds for all functions to end.
 
     If no thread can be started, nothing runs.
     """

@@ -33,7 +33,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Occasion:
-    """The reason why an incident is collected."""
+    """The reason for collecting an incident."""
 
     kind: str  # "failure", "stall" or "signal"
     attempt: int

@@ -1,7 +1,7 @@
 """Find the job's newest committed checkpoint, from the ranks' reports or from `--checkpoint-dir`.
 
     RUN/rank_0/attempt_<n>/checkpoint.json      written by rank 0 when a checkpoint is committed
-    RUN/rank_0/lost_<k>_of_attempt_<n>/...      the same, of a process that was lost and replaced
+    RUN/rank_0/lost_<k>_of_attempt_<n>/...      the same, for a process that was lost and replaced
     DIR/step_<n>/<version>/commit               Keeper's layout
     DIR/<version>/commit                        a single checkpoint with its versions
 

@@ -53,7 +53,7 @@ class LimitRule:
     """The state of the rule for early examinations. The caller passes all times.
 
     Args:
-        report_s: the longest time between two reports of a node, in seconds.
+        report_s: the longest time between two reports from a node, in seconds.
     """
 
     def __init__(self, report_s: float = 0.0) -> None:

@@ -28,7 +28,7 @@ standby into the worker `as`. `group` is the worker's own cgroup, or "" if none 
 `alone` excludes the worker's children, because forked data loaders have no handlers for the user's
 signals.
 
-No worker may run after the time of a `fence`, which is on a clock that includes suspended time. At
+No worker may run after the time given in a `fence`, on a clock that includes suspended time. At
 that time the guard kills all workers, even if the agent is stopped. It starts no more workers until
 a later fence is set.
 """

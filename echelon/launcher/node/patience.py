@@ -2,7 +2,7 @@
 
 A user's request to stop is sent to the coordinator. If the coordinator does not respond within a
 few seconds, the node stops on its own. If the user presses Ctrl-C again after at least a second,
-this node's workers are killed at once. A scheduler may repeat its signal without effect.
+this node's workers are killed immediately. Repeated signals from a scheduler have no effect.
 
 Workers that were asked to stop are killed at the end of their grace period. A rank that survives
 SIGKILL is reported after a few seconds and abandoned after 30 s.

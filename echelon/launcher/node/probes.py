@@ -41,7 +41,7 @@ class Probes:
         self._listeners: list[Child] = []
 
     def begin(self, command: m.Probe) -> None:
-        """Start the requested probes, in place of any earlier request."""
+        """Start the requested probes, which replace any requested earlier."""
         self._end(self._children)
         self._number = command.number
         self._children = [Child(self._placed(text), self._command) for text in command.tasks]

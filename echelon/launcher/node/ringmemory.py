@@ -6,10 +6,10 @@ busy disk, this wait stops a rank for seconds. The launcher therefore keeps the 
 /dev/shm, where stores never wait. Once the workers have ended, each ring is moved to its place in
 the run directory. If the agent is killed, the guard moves the rings.
 
-If the agent and the guard are killed together, the next launcher on the node cleans up. The file
-`home` in the folder names the run to which the folder belongs. The agent and the guard hold a lock
-on this file as long as they run. If /dev/shm is not a tmpfs, or is too small, the rings are not
-kept in memory.
+If both the agent and the guard are killed, the next launcher on the node cleans up. The file `home`
+in the folder names the run to which the folder belongs. The agent and the guard hold a lock on this
+file as long as they run. If /dev/shm is not a tmpfs, or is too small, the rings are not kept in
+memory.
 """
 
 from __future__ import annotations

@@ -217,10 +217,10 @@ class Sighting:
 
 
 class Reports:
-    """The rule for when a node reports on its ranks.
+    """The rule that determines when a node reports on its ranks.
 
     A node reports rarely while its ranks show nothing unusual, so that the coordinator is not
-    overloaded. A node reports at once if its ranks have been waiting for half the limit, or if
+    overloaded. A node reports immediately if its ranks have been waiting for half the limit, or if
     ranks begin or end an operation.
     """
 

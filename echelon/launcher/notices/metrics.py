@@ -22,7 +22,7 @@ class Metric:
         name: the name in Prometheus and in OTLP.
         kind: "counter" if the metric only grows, else "gauge".
         text: what the metric means.
-        samples: pairs of labels and a value.
+        samples: (labels, value) pairs.
     """
 
     name: str

@@ -63,7 +63,7 @@ def torch_backend(text: str) -> str:
 
 
 def not_negative(text: str) -> int:
-    """Parse a whole number that is at least 0."""
+    """Parse a non-negative integer."""
     try:
         number = int(text)
     except ValueError:

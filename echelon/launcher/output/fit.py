@@ -10,7 +10,7 @@ _RESET = "\x1b[0m"
 
 
 def fit(line: str, columns: int) -> str:
-    """Return a line cut so that it takes fewer than `columns` columns.
+    """Truncate a line so that it takes fewer than `columns` columns.
 
     Wide characters take two columns. Escape sequences take no columns and are never split. If a
     line with escape sequences is cut, a reset sequence is appended.

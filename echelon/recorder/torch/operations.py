@@ -158,7 +158,7 @@ class Operations:
     def _follow(
         self, recorder: Recorder, record: int, result: Any, layout: Layout, args: Sequence[Any]
     ) -> None:
-        """Track the `Work` that an operation started. An operation without one is complete."""
+        """Track the `Work` that an operation started. An operation without a `Work` is complete."""
         boxed = result[-1] if isinstance(result, tuple) and result else result
         if boxed is None or isinstance(boxed, tuple):
             recorder.completed(record)

@@ -9,7 +9,7 @@ Some `Work` objects, such as that of Gloo's reduce_scatter, never report complet
 operation counts as complete when the program's wait for it returns.
 
 A `Work` object keeps its tensors alive, so it is dropped as soon as it is complete. At most
-`_MAX_WORKS` objects are kept; the operations of older ones count as complete.
+`_MAX_WORKS` objects are kept; the operations of older objects count as complete.
 """
 
 from __future__ import annotations

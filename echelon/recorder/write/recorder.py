@@ -162,8 +162,8 @@ class Recorder:
     def new_group(self, name: str, ranks: Sequence[int]) -> int:
         """Return a reference to a group that has just been created.
 
-        If a group with the same name and members was created earlier, the name of the new group
-        gets a number. All members agree on the number.
+        If a group with the same name and members was created earlier, a number is appended to the
+        name. All members use the same number.
         """
         key, number = (name, tuple(ranks)), 1
         while key in self._groups:
@@ -245,7 +245,7 @@ class Recorder:
         Args:
             thread: the name of the thread that ends; "" means the whole process. If several threads
                 fail, only the first exception is kept. An exception that ends the process replaces
-                it.
+                that exception.
         """
         if not self._is_owner or (thread and self._has_words):
             return
@@ -277,7 +277,7 @@ class Recorder:
         self._beating = beating
 
     def close(self) -> None:
-        """Record a clean end and stop the heartbeat. The ring's file is kept."""
+        """Record a clean exit and stop the heartbeat. The ring's file is kept."""
         self.closing.set()
         if self._beating is not None:
             self._beating.join(timeout=2 * HEARTBEAT_S)

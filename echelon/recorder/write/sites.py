@@ -1,4 +1,4 @@
-"""Describe the place in the user's code that called an operation, and its short stack.
+"""Describe the place in the user's code that called an operation, with a short stack.
 
 A place is described as "file:line function". A frame belongs to the user unless its file is part of
 this package, of the standard library or of an installed package. Descriptions are cached.

@@ -1,7 +1,7 @@
 """Keep a client's session with echelon's server, and replace a broken link.
 
-`ask` sends a query that is answered at once. `wait` sends a query that may block and is cancelled
-at the deadline. `write` sends a query that is answered only if it is refused.
+`ask` sends a query that is answered immediately. `wait` sends a query that may block and is
+cancelled at the deadline. `write` sends a query that is answered only if it is refused.
 
 A query marked `can_repeat` is retried over a new link, unless quiet writes may have been lost. No
 query is sent more than twice.
@@ -105,7 +105,7 @@ class Session:
         *,
         can_repeat: bool = False,
     ) -> bytes | None:
-        """Send a query that is answered at once.
+        """Send a query that is answered immediately.
 
         Returns the payload, or None for the status NOTHING.
 

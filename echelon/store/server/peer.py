@@ -51,11 +51,11 @@ class Peer(asyncio.Protocol):
 
     Attributes:
         peer: "address:port" of the peer.
-        standing: the peer's stage on the way to membership.
+        standing: how far the peer has progressed towards membership.
         since: the loop's time at which the connection was accepted or an incomplete command began.
-        is_inside_command: whether the peer has sent part of a command but not all of it.
+        is_inside_command: whether the peer has sent only part of a command.
         transcript: the bytes of the handshake (see `trust.transcript`).
-        partial_bytes: the number of bytes received of an incomplete command.
+        partial_bytes: the number of bytes received so far for an incomplete command.
         session: the bytes that identify the client; b"" for torch's clients.
         watches: the keys of each watch, indexed by the watch's tag.
         out: the unsent replies.

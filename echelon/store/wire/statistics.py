@@ -15,14 +15,14 @@ class StoreStatistics:
     """The statistics of a server at one moment.
 
     Attributes:
-        num_keys: number of keys with a value.
-        num_queues: number of queues that hold an item.
-        num_connections: number of open connections, including those that are not members yet.
-        num_waiters: number of calls waiting for keys, items, barriers or gathers.
-        num_watched_keys: number of keys whose changes are pushed to a client.
-        num_presences: number of keys with a lease.
-        num_refused: number of connections closed so far because of a violation.
-        value_bytes: total size of all values and items.
+        num_keys: the number of keys with a value.
+        num_queues: the number of queues that hold an item.
+        num_connections: the number of open connections, including those that are not members yet.
+        num_waiters: the number of calls waiting for keys, items, barriers or gathers.
+        num_watched_keys: the number of keys whose changes are pushed to a client.
+        num_presences: the number of keys with a lease.
+        num_refused: the number of connections closed so far because of a violation.
+        value_bytes: the total size of all values and items.
         waiting: the number of waiters for each key.
         missing_ranks: for each open barrier or gather, the first 64 missing ranks; empty if some
             arrival gave no rank.

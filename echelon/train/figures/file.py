@@ -1,4 +1,4 @@
-"""Maintain a file with one JSON object per step: append to it, truncate it on resume, read it.
+"""Append to, truncate and read a file that holds one JSON object per step.
 
 A run that is killed may leave an incomplete line, and lines for steps after the checkpoint from
 which the run resumes. Such lines are at the end of the file, so the file is truncated and never

@@ -45,10 +45,10 @@ class FigureLog:
             no file is written.
         tokens_per_step: the number of tokens per step over all ranks, from which rates are
             computed; with 0, no rates are logged.
-        flops_per_token: floating-point operations of forward and backward per token; with 0, no MFU
-            is logged.
-        peak_flops: the peak operations per second of all ranks together, from which MFU is
-            computed; with 0, no MFU is logged.
+        flops_per_token: the number of floating-point operations per token in the forward and
+            backward passes; with 0, no MFU is logged.
+        peak_flops: the peak operations per second across all ranks, from which MFU is computed;
+            with 0, no MFU is logged.
         first_step: the number of steps that were finished before this run.
         group: the ranks whose waits and memory are compared. All of these ranks must make the same
             calls. Each call sends 32 bytes of host memory per rank. With None, only the figures of

@@ -152,10 +152,10 @@ class ModelConfig:
         """Return the cost of training on one token: 6 N + 12 L H D T floating-point operations.
 
         N is the number of weights used in multiplications, including the head but not the
-        embeddings. Two operations per weight in forward and four in backward give 6 N. The scores
-        and the weighted sum of attention over a full context account for 12 L H D T. This is the
-        convention of the PaLM paper (appendix B), which does not subtract the masked half of
-        attention.
+        embeddings. Two operations per weight in the forward pass and four in the backward pass give
+        6 N. The scores and the weighted sum of attention over a full context account for 12 L H D
+        T. This is the convention of the PaLM paper (appendix B), which does not subtract the masked
+        half of attention.
         """
         looked_up = 0 if self.tied else self.vocabulary * self.width
         if self.positions == "learned":

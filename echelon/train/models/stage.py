@@ -18,8 +18,9 @@ class TransformerStage(nn.Module):
 
     The first stage also has the embeddings, and the last stage has the head.
 
-    If the head is tied to the embedding, the last stage holds both under their names in the whole
-    model, so that an optimizer's state is always saved under `token.weight`.
+    If the head is tied to the embedding, the last stage holds both the head and the embedding,
+    under the names that they have in the whole model, so that an optimizer's state is always saved
+    under `token.weight`.
 
     Args:
         model: the whole model, whose modules the stage uses.

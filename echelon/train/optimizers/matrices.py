@@ -11,7 +11,7 @@
 A rank holds one whole matrix at a time. For each matrix, a rank sends its shard and receives the
 update of that shard; the owner receives the whole matrix and sends the parts of the update.
 
-The replicas of a mesh take turns: replica k computes the rounds k, k + R, ... and broadcasts the
+The replicas of a mesh take turns: replica k computes rounds k, k + R, ... and broadcasts the
 results. The work is thus divided among all ranks, and all replicas get the same results.
 """
 

@@ -1,6 +1,6 @@
 """Add up a module's gradients, from single micro-batches to the averages over all ranks.
 
-The backward of each micro-batch leaves gradients in `.grad`. The gradients are taken out
+The backward pass of each micro-batch leaves gradients in `.grad`. The gradients are taken out
 immediately, without a copy, so that only the canonical tree adds the gradients of two
 micro-batches.
 """
@@ -29,7 +29,7 @@ class Gradients:
     Args:
         module: a model, or one stage of a pipeline; it may be sharded.
         group: the ranks that share the micro-batches.
-        runs: the run of micro-batches of each of those ranks.
+        runs: each rank's run of micro-batches.
 
     Attributes:
         device: the device of the gradients; None if no parameter requires gradients.

@@ -1,7 +1,7 @@
 """Train a pipeline to the same weights, bit for bit, as the whole model in one process.
 
 Each stage sums the gradients of its micro-batches, over its replicas or shards, in the order of the
-canonical tree. The state of the random generators travels with the activations. The norm is summed
+canonical tree. The state of the random generators is sent with the activations. The norm is summed
 over the parameters in the order of their names, and does not depend on where the model is divided.
 """
 
@@ -140,7 +140,7 @@ class SameBitsPipeline:
         Raises:
             NotReproducibleError: at the first step, a micro-batch gave different bits when it was
                 computed again or on another replica.
-            ValueError: a forward changed a buffer; also raised in the cases listed for
+            ValueError: a forward pass changed a buffer; also raised in the cases listed for
                 `Pipeline.step`.
             CollectiveError: a rank was lost or did not join.
         """

@@ -32,7 +32,7 @@ _NUMEL = 1 << 24  # of one vector of whole parameters: few large collectives cos
 
 
 class Vector(Protocol):
-    """The gradients of several parameters, reduced together as one vector.
+    """The gradients of several parameters, reduced as one vector.
 
     Attributes:
         dtype: the dtype of the sums.
@@ -65,7 +65,7 @@ class WholeVector:
     Args:
         parameters: parameters of the same dtype and on the same device.
         group: the ranks that share the micro-batches.
-        runs: the run of micro-batches of each of those ranks.
+        runs: each rank's run of micro-batches.
         scratch: memory to receive into, shared by all vectors.
     """
 

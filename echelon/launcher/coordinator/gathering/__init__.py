@@ -1,1 +1,1 @@
-"""Gather the nodes of a job: which nodes take part, where their ranks meet, how they start."""
+"""Decide which nodes take part in a job, where their ranks meet, and how the ranks start."""

@@ -1,4 +1,4 @@
-"""Choose the nodes of the next world from the nodes that join and leave.
+"""Choose the nodes of the next world as nodes join and leave.
 
 A world begins once one of these conditions holds:
 
@@ -82,12 +82,12 @@ class Roster:
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin to gather nodes for a world. Connected nodes are treated as new."""
+        """Begin gathering nodes for a world. Connected nodes are treated as new."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 
     def join(self, node: Node, now_s: float) -> str:
-        """Add a node; return "", or the reason if the node is refused."""
+        """Add a node; return "", or the reason why the node is refused."""
         if self.count_without(()) >= self._max + self._spares:
             nodes, spares = _count(self._max, "node"), _count(self._spares, "spare")
             return f"the job already has {nodes} and {spares}"

@@ -1,1 +1,1 @@
-"""Let the other ranks continue after a loss, and let new processes join in the lost places."""
+"""Let the other ranks continue after a loss, and let new processes replace the lost ranks."""

@@ -1,8 +1,8 @@
-"""Admit processes in the place of lost ranks, with epochs in which they join.
+"""Admit processes that replace lost ranks, by publishing epochs in which these processes join.
 
 `Replacements` starts these processes. Once admitted, they are ranks like any other, but they hold
 no state until they have joined. A rank may finish without having noticed an admission. All
-admissions are then taken back, and the processes are dismissed.
+admissions are then withdrawn, and the processes are dismissed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from echelon.recorder.continuation import Epoch
 
 
 class Admissions:
-    """The ranks of the current attempt that wait to be admitted, or are admitted and join.
+    """The ranks of the current attempt that are waiting to be admitted, or are joining.
 
     Args:
         epochs: the epochs of the attempt.
-        reports: what the ranks report.
+        reports: the reports of the attempt's ranks.
     """
 
     def __init__(self, epochs: PublishedEpochs, reports: Reports) -> None:
@@ -34,7 +34,7 @@ class Admissions:
         self._joining.clear()
 
     def begin(self, rank: int) -> int:
-        """Prepare for a new process in the place of a rank; return the newest epoch's number."""
+        """Prepare for a new process that replaces a rank; return the newest epoch's number."""
         self._reports.forget(rank)
         return self._epochs.number
 
@@ -71,8 +71,8 @@ class Admissions:
     def delayed_by(self, world: World) -> list[int]:
         """Return the admitted ranks that have not joined, once all others are waiting for them.
 
-        A rank that has continued counts as waiting: it sends data that fits into a buffer without
-        waiting for the joining rank.
+        A rank that has continued counts as waiting, because it can send data that fits into a
+        buffer before the joining rank is ready.
         """
         epoch = self._epochs.awaited
         if epoch is None or not self._joining:
@@ -85,10 +85,10 @@ class Admissions:
         return joining
 
     def withdrawn_by(self, ended: Iterable[int], known: Known) -> int:
-        """Return the epoch whose ranks need not notice a loss; 0 if they must.
+        """Return the epoch whose admissions a loss withdraws; 0 if ranks must notice the loss.
 
-        That is an epoch in which the lost ranks were to join, and since which no other rank was
-        lost.
+        That is the epoch in which the lost ranks were joining, if no other rank has been lost since
+        then.
         """
         epoch = self._epochs.awaited
         if epoch is None or any(r not in self._joining or not is_joining(known, r) for r in ended):

@@ -19,8 +19,8 @@ class PublishedEpochs:
         number: the number of the newest epoch; 0 if none was published.
         awaited: the newest epoch, if not all of its ranks have reported yet.
         lost: the ranks that are lost in the newest epoch.
-        left: the ranks that ended by themselves before their last step.
-        first_lost_ns: when the first rank was lost since the last complete epoch.
+        left: the ranks that ended on their own before their last step.
+        first_lost_ns: the time of the first loss since the last complete epoch, in ns.
     """
 
     def __init__(self, meeting: MeetingPlace) -> None:

@@ -3,7 +3,7 @@
 A hung rank is killed only if three conditions hold:
 
 - `Losses` would let the attempt continue without the rank.
-- The verdict is `certain`, and its cause is the hang of a process.
+- The verdict is `certain`, and its cause is a hung process.
 - If the cause is `host_hang` or `gil_hang`, the process used no processor time, so it cannot be
   computing.
 
@@ -131,9 +131,9 @@ class HungRanks:
         return self._until_s
 
     def undead(self, now_s: float) -> tuple[str, World] | None:
-        """Return a line about ranks that survived SIGKILL for too long, and the ranks' attempt.
+        """Return a line about ranks that have survived SIGKILL for too long, and their attempt.
 
-        The line is returned only once.
+        Return None if there are no such ranks, or if the line has already been returned.
         """
         if self._world is None or now_s < self._until_s:
             return None
@@ -144,7 +144,7 @@ class HungRanks:
 
 
 def computing(failure: Failure) -> tuple[int, ...]:
-    """Return the ranks among the culprits of a hang that may still be computing."""
+    """Return the culprits that may still be computing, if the failure is a hang."""
     if failure.cause not in _MAY_COMPUTE:
         return ()
     return tuple(rank for rank in failure.culprit_ranks if rank not in failure.idle_ranks)

@@ -41,10 +41,10 @@ class Losses:
     Args:
         report: the job's report, to which each survived loss is added.
         say: a function that prints a line.
-        note: a function that is called with an attempt and the line about how it continued.
+        note: a function that is called with an attempt and a line that describes how it continued.
 
     Attributes:
-        admissions: the processes that are admitted in the place of lost ranks.
+        admissions: the processes that are admitted to replace lost ranks.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Losses:
         return True
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
-        """Publish that ranks ended on their own, so that other ranks do not wait for another epoch.
+        """Announce that ranks ended on their own, so that other ranks do not wait for an epoch.
 
         Only waiting ranks are affected. The other ranks may be ending too, after a requested stop.
         """
@@ -152,7 +152,7 @@ class Losses:
             self._epochs.awaited = None
 
     def look(self, world: World) -> int | None:
-        """Report when all ranks of the newest epoch are ready to continue training.
+        """Log a line once all ranks of the newest epoch are ready to continue training.
 
         A rank may finish its training without noticing a loss. The other ranks would then wait for
         it indefinitely, so an epoch that lists this rank as done is published.
@@ -262,7 +262,7 @@ class Losses:
 
 
 def _is_own_end(code: int) -> bool:
-    """Return whether a rank ended by itself, or by a signal that may also stop the whole job."""
+    """Return whether a rank ended on its own, or by a signal that may also stop the whole job."""
     return code >= 0 or -code in _STOPS
 
 

@@ -7,9 +7,10 @@ an epoch of its own, which the others enter at the end of a step. Until then it 
 the other ranks are not affected if it ends.
 
 [Note: no endless replacement] `--max-replacements` limits the number of replacement processes in a
-job. If a process ends by itself before it has joined, another one would end in the same way, so its
-rank is given up. A process that does not join although the other ranks have met it is killed after
-`JOINS_S`. One that takes long to load is not killed, because it keeps no rank waiting.
+job. If a process ends on its own before it has joined, another process would end in the same way,
+so no further process is started for that rank. A process that does not join although the other
+ranks are waiting for it is killed after `JOINS_S`. A process that takes a long time to load is not
+killed, because no rank waits for it.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class _Place:
     """The place of one lost rank.
 
     Attributes:
-        until_s: the time at which the process is killed or, after a kill, no longer awaited. While
-            the process loads the program, the time at which it is reported.
+        until_s: the time at which the process will be killed. After a kill, the time until which
+            its end is awaited. While the process loads the program, the time at which a delay is
+            reported.
         is_killed: whether the node was told to kill the dismissed process.
     """
 
@@ -108,7 +110,7 @@ class Replacements:
             self._numbers.clear()
 
     def note_lost(self, world: World, ended: Mapping[int, int]) -> None:
-        """Plan a process for each lost rank whose node is still present.
+        """Plan a replacement process for each lost rank whose node is still connected.
 
         Args:
             ended: the ranks, with their exit codes.
@@ -130,7 +132,7 @@ class Replacements:
     def _give_up(
         self, world: World, ranks: Sequence[int], why: str, line: str | None = None
     ) -> None:
-        """Report that ranks are not replaced.
+        """Report that ranks will not be replaced.
 
         Args:
             line: the line to print instead of the usual one.
@@ -144,9 +146,9 @@ class Replacements:
             self._say(line or f"{named(ranks)} {verb} not replaced: {why}")
 
     def set_aside(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return those of the lost ranks whose folders are to be set aside for new processes.
+        """Return the lost ranks whose folders must be set aside for new processes.
 
-        The value is the number of folders that have been set aside before it for the rank.
+        Each rank is mapped to the number of folders that have already been set aside for that rank.
         """
         wanted = self._at(_Stage.WANTED)[: self._max - self._num_started]
         return {rank: self._numbers.get(rank, 0) for rank in ranks if rank in wanted}
@@ -206,7 +208,7 @@ class Replacements:
         return events
 
     def _admit(self, world: World) -> list[decide.Event]:
-        """Admit all waiting processes together."""
+        """Admit all waiting processes in one epoch."""
         ready = [
             rank for rank in self._admissions.waiting(world) if rank in self._at(_Stage.STARTED)
         ]
@@ -237,7 +239,7 @@ class Replacements:
         return events
 
     def _watch_start(self, world: World, rank: int, now_s: float) -> None:
-        """Report, once, that a process takes long until it is ready to join."""
+        """Report, once, that a process is taking a long time to get ready to join."""
         place = self._places[rank]
         if now_s < place.until_s:
             return
@@ -269,11 +271,12 @@ class Replacements:
     def dismiss(self, world: World, ranks: Iterable[int], now_s: float) -> None:
         """Now that all ranks have finished, end the processes that have not joined.
 
-        A process that is waiting to join exits by itself, with code 0. Any other process is killed.
+        A process that is waiting to join exits on its own, with code 0. Any other process is
+        killed.
 
         Args:
-            ranks: the ranks of these processes when they were to be dismissed. Some of the
-                processes may have ended since then.
+            ranks: the ranks of the processes to dismiss. Some of these processes may have ended
+                already.
         """
         for rank in self._at(_Stage.WANTED):
             del self._places[rank]

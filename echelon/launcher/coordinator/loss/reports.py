@@ -55,10 +55,10 @@ class Reports:
 
 
 def is_joining(known: Known, rank: int) -> bool:
-    """Return whether a rank has reported that it waits for the state."""
+    """Return whether a rank has reported that it is waiting for the state."""
     return rank in known and known[rank].state is State.JOINING
 
 
 def are_finishing(known: Known) -> bool:
-    """Return whether a rank has finished all steps, so that all have or are about to."""
+    """Return whether any rank has finished all steps: the others have, too, or soon will."""
     return any(one.state is State.DONE for one in known.values())

@@ -20,8 +20,8 @@ class Failure:
         is_likely: whether the verdict's confidence is `likely` or `certain`.
         is_certain: whether the verdict's confidence is `certain`.
         said: one clause for users, such as "rank 2 raised ValueError: a corrupt batch".
-        site: what failed and where ("ValueError at train.py:88 in compute"). If a failure is
-            repeated, the site is the same.
+        site: what failed and where ("ValueError at train.py:88 in compute"). A repeated failure has
+            the same site.
         culprit_ranks: the verdict's culprits, or the first rank that failed.
         nodes: the names of the culprits' nodes, in rank order.
         hosts: the host names of these nodes, in the same order.

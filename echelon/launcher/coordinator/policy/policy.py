@@ -1,4 +1,4 @@
-"""Decide what follows a failure, given the earlier failures and the table.
+"""Decide what follows a failure, given the earlier failures and the policy table.
 
 A failure repeats an earlier failure if both have the same cause and site, and the job has completed
 no new step since the earlier failure. If the step differs, the error may not be deterministic, so
@@ -31,7 +31,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """A decision on what follows a failed attempt, with the reason for it.
+    """A decision on what follows a failed attempt, and its reason.
 
     Attributes:
         reason: the reason, as one clause.
@@ -53,7 +53,7 @@ def decide(
     Args:
         history: the job's earlier failures, oldest first.
         exclude_after: how many failures a node may cause before it is avoided; 0 for no limit.
-        can_replace: whether enough other nodes are connected to replace the failed ones.
+        can_replace: whether enough other nodes are connected to replace the failed nodes.
     """
     row = row_for(failure)
     same = repeated(failure, history)

@@ -2,8 +2,8 @@
 
 `docs/restarts.md` contains the tables `ASKED` and `ANSWERS`. A cause that is not listed requires no
 probe, because it does not depend on the machine. A node with a broken device or too little memory
-is replaced at once. A node with a faulty network or disk gets more tries, because other nodes may
-have the same fault.
+is replaced immediately. A node with a faulty network or disk gets more tries, because other nodes
+may have the same fault.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Row:
     Attributes:
         causes: the causes that the row covers; () means any other cause.
         blames_node: whether failures count against the culprit's node (`--exclude-after`).
-        may_pass: whether a stall with this cause may clear on its own. Then `--on-stall restart`
-            waits before it restarts.
+        may_pass: whether a stall with this cause may clear on its own. If so, `--on-stall restart`
+            waits before it restarts the job.
         why: the reason in the message "no restart: ...".
     """
 

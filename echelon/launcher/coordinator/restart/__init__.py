@@ -1,1 +1,1 @@
-"""Restart a job after a failed attempt: when, how often, and on which nodes."""
+"""Decide when, how often, and on which nodes a job restarts after a failed attempt."""

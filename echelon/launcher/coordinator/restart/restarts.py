@@ -136,7 +136,7 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether a restart after nodes were lost or left does not use the budget."""
+        """Return whether the loss or departure of nodes allows a restart outside the budget."""
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

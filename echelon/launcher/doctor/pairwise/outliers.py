@@ -4,8 +4,8 @@ An outlier is worse than the median by a factor of at least 1.5, and by more tha
 absolute deviations (1.4826 MAD estimates a standard deviation). The factor protects healthy links
 when all values are nearly equal.
 
-A member is judged first, by its best pair, because a slow host is slow with every other host. Then
-the pairs of the remaining members are compared.
+First, each member is judged by its best pair, because a slow host is slow with every other host.
+Then the pairs of the remaining members are compared.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _SIZE = 1 << 20
 
 
 def probe_storage(folder: str) -> Finding:
-    """Write, fsync, read and remove 1 MiB in a folder. Blocks while the disk hangs."""
+    """Write, fsync, read and remove 1 MiB in a folder. Blocks if the disk hangs."""
     name = ""
     try:
         began_s = time.perf_counter()

@@ -108,7 +108,7 @@ class Waiting:
         """Let the standby run the program. If the standby has already ended, nothing happens.
 
         Raises:
-            OSError: no descriptors are left, or no memory.
+            OSError: no descriptors or no memory are left.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self.control.close)

@@ -1,4 +1,4 @@
-"""Feed the process that exports a job's metrics and notices by OTLP.
+"""Feed the process that exports a job's metrics and notices over OTLP.
 
 OpenTelemetry's SDK runs in a child process, so that it cannot affect the launcher. One thread feeds
 the child from a bounded queue. If the child is too slow, notices are dropped and counted, and

@@ -80,7 +80,7 @@ def choose_place(rank_dir: Path, ring_dir: Path | None = None) -> Place:
 
 
 def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
-    """Create the folder for a rank's next attempt, without a launcher.
+    """Create the folder for a rank's next attempt in a job that has no launcher.
 
     Raises:
         OSError: the folder cannot be created.

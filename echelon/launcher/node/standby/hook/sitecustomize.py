@@ -353,7 +353,7 @@ def _wait(control: int, told: dict[str, object]) -> None:
 def _keep(file: int) -> None:
     """Store the rank's environment in an open file, for `fr-analyze --attach`.
 
-    The file has a high descriptor number, to leave the usual numbers to the program.
+    The file gets a high descriptor number, so that the usual numbers stay free for the program.
     """
     import fcntl
 
