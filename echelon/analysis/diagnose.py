@@ -186,7 +186,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Add exceptions that ended a culprit's thread but not its process."""
+    """Add to a finding the exceptions that ended a culprit's thread but not its process."""
     if finding.info:
         return finding
     lines = []

@@ -2,7 +2,7 @@
 
 Each rule proposes what it detects. A proposal explains the disturbed ranks that directly or
 indirectly wait for its culprits, and may itself be explained by another proposal. The root is the
-unexplained proposal that explains the most ranks. In a tie, the rule that is closer to a cause
+unexplained proposal that explains the most ranks. In a tie, the rule that is closer to the cause
 wins: a slip explains a mismatch, and a mismatch explains endings. If the root leaves disturbed
 ranks unexplained, further roots are chosen for them.
 

@@ -49,8 +49,9 @@ class ChannelTags:
 class Channel:
     """One end of a channel to another rank. Use `ProcessGroup.channel` to create it.
 
-    In each direction, host arrays arrive in the order in which they were sent, and so do device
-    arrays. A message that is not received never blocks collectives, tags or other channels.
+    Host arrays and device arrays are ordered separately: in each direction, the arrays of one kind
+    arrive in the order in which they were sent. A message that is not received never blocks
+    collectives, tags or other channels.
 
     Attributes:
         peer: the rank within the group at the other end.

@@ -35,8 +35,7 @@ class Activity:
     Attributes:
         line: the line to report, which is the innermost line of user code if possible.
         by: the frame or C function that shows the activity.
-        is_nested: whether user code is running inside the phase, such as a data set's
-            `__getitem__`.
+        is_nested: whether the phase is running user code, such as a data set's `__getitem__`.
     """
 
     doing: Doing

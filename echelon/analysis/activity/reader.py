@@ -1,7 +1,7 @@
-"""Classify what a thread is doing from its stack.
+"""Use a thread's stack to classify what the thread is doing.
 
-The frames called from the innermost line of user code show what that line is doing. Of the other
-frames, only those of phases that may call user code are considered: data loading, checkpointing and
+The frames called from the innermost line of user code show what that line is doing. The other
+frames count only if they belong to a phase that may call user code: data loading, checkpointing or
 compilation. C frames are used if user code calls C++ directly, as with `work.wait()` or a store's
 `get`.
 """

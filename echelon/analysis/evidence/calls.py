@@ -57,8 +57,8 @@ class Tables:
         """Return the number of a call, adding the call if it is new.
 
         Args:
-            comparable: the part that must be equal on all members. None applies the rules for
-                echelon's own calls; NO_VOTE means that the call cannot be compared.
+            comparable: the part that must be equal on all members. None means that the rules for
+                echelon's own calls apply; NO_VOTE means that the call cannot be compared.
         """
         key = (call, comparable)
         known = self._call_index.get(key)

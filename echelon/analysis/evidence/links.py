@@ -48,7 +48,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the broken links, sorted by waiting bytes in descending order."""
+    """Return the broken links. Those with the most waiting bytes come first."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()

@@ -1,7 +1,7 @@
 """Represent the records of all ranks in a common form, as input for the rules.
 
 Each rank's record becomes rows that refer to tables shared by all ranks. Equal calls have equal
-numbers, so ranks can be compared as arrays. Timestamps are on rank 0's clock.
+numbers, so array operations can compare ranks. Timestamps are on rank 0's clock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measure how a job spends its time: late arrivals, phases and collectives.
 
-A rank's lag at a collective is its delay relative to the first rank to arrive. Clocks of different
-hosts are compared by their measured offsets. Without a valid offset, the lag is derived from the
-time spent inside the collective, because the last rank to arrive waits the least.
+A rank's lag at a collective is its delay relative to the first rank to arrive. Measured offsets
+relate the clocks of different hosts. Without a valid offset, the lag is derived from the time spent
+inside the collective, because the last rank to arrive waits the least.
 
 A collective's own time is measured on the last member to arrive, because the other members' times
 include waiting.
@@ -129,7 +129,7 @@ def clocks_contradict(
 class RankTime:
     """How one rank spent its time.
 
-    `phases_s` contains a total for each span name, and one for communication.
+    `phases_s` contains the total time of each span name and of communication.
     """
 
     rank: int

@@ -6,9 +6,9 @@
             save(path, state)
             break
 
-The signal handler only records the signal; the next call of `should_stop` publishes it (see
-`agreement.py`). A program that never calls `should_stop` keeps the signal's default
-action, which ends the process.
+The signal handler only records the signal; the next call to `should_stop` publishes it (see
+`agreement.py`). A program that never calls `should_stop` keeps the signal's default action, which
+ends the process.
 
 [Note: a stop and a loss] Ranks that continue after a loss count their calls from zero, in a new
 agreement for their new world. Some of these ranks may not know of a stop yet. In the new agreement,

@@ -127,7 +127,7 @@ class Router:
         self._engine(operation, watch).execute(operation, watch)
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
-        """Start one operation; the first one on a device blocks until all ranks have called it."""
+        """Start one operation. The first one on a device blocks until all ranks have issued it."""
         if operation.kind == OPEN and operation.device == self.device:
             return DonePending()  # messages of the host need no connection of their own
         return self._engine(operation, watch).submit(operation, watch)

@@ -58,9 +58,10 @@ def tree_total(sums: torch.Tensor) -> torch.Tensor:
 
 
 def tree_totals(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `tree_total` of each vector, [len(vectors)]; there must be at least one.
+    """Return `tree_total` of each vector, [len(vectors)]. `vectors` must not be empty.
 
-    Vectors of similar length are added together, padded with zeros, which do not change a total.
+    Vectors of similar length are processed in one batch. They are padded with zeros, which do not
+    change a total.
     """
     totals = vectors[0].new_empty(len(vectors))
     alike: dict[int, list[int]] = {}

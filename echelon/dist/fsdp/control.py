@@ -91,9 +91,9 @@ def reshard(module: nn.Module) -> None:
 def reshard_keeping_memory(module: nn.Module) -> None:
     """Release all units in a module, but keep their memory on the host for the next gather.
 
-    Use this in programs that gather the whole module in every step, where allocating fresh pages
-    costs more than the gather itself. The memory is kept until the units are next gathered and then
-    released by other means.
+    Use this function in programs that gather the whole module in every step, where allocating fresh
+    pages costs more than the gather itself. The memory is kept until the units have been gathered
+    again and released in the ordinary way.
     """
     flats = [flat for unit in units_of(module) for flat in unit.flats]
     for flat in flats:

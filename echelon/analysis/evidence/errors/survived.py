@@ -95,9 +95,9 @@ class _Break:
 
 
 def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]]:
-    """Leave out the mismatches that all members survived.
+    """Remove the mismatches that all members survived.
 
-    Return the remaining evidence, and the mismatches that were left out.
+    Return the remaining evidence and the removed mismatches.
     """
     breaks = [] if evidence.foreign else list(_breaks(evidence))
     if not breaks or _ended_alike(evidence):
@@ -211,7 +211,7 @@ def _continuation(evidence: Evidence, one: _Break) -> Continuation:
 
 
 def _ended_alike(evidence: Evidence) -> bool:
-    """Return whether all ranks exited with the same error code, none of them inside a call."""
+    """Return whether all ranks exited with the same error code and none was inside a call."""
     hosts = [facts.host for facts in evidence.ranks.values()]
     codes = {0 if host.alive or host.stopped_by_agent else host.exit_code for host in hosts}
     if len(codes) != 1 or not 0 < (codes.pop() or 0) < _SIGNALLED:

@@ -82,7 +82,7 @@ class WaitGraph:
 
     @cached_property
     def _by_absent(self) -> dict[int, list[int]]:
-        """The indices of the waits, keyed by the rank that is awaited."""
+        """The indices of the waits, keyed by each rank that they wait for."""
         found: dict[int, list[int]] = {}
         for number, wait in enumerate(self.waits):
             for rank in wait.absent:

@@ -1,8 +1,8 @@
 """Measure how many of a rank's latest calls repeat earlier calls in the same order.
 
 Training repeats itself. If a rank is merely waiting, a long run of its latest calls therefore
-repeats earlier calls. If a rank left out a call, made an extra call or changed the order, only its
-few most recent calls do.
+repeats earlier calls. If a rank left out a call, made an extra call or changed the order, this run
+is short.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
-    """Return the rank whose calls are the least familiar, or None if no rank stands out.
+    """Return the rank whose calls repeat earlier calls the least, or None if none stands out.
 
     Calls that are queued behind the head of a rank's queue are ignored.
     """

@@ -1,8 +1,8 @@
 """Derive each rank's progress, and the waits between ranks, from torch's records.
 
 The head of a rank's queue is its first pending operation across all groups. Only the head actually
-waits. It waits for each member that has not entered the operation, or that has queued it behind
-another head. An operation that is enqueued but not listed as pending has completed.
+waits. It waits for each member that has not entered the operation or has queued the operation
+behind another one. An operation that is enqueued but not listed as pending has completed.
 
 torch's dumps are taken at different moments. If one rank has completed an operation that another
 rank has not yet entered, the job was moving while the dumps were taken. In this case, pending
@@ -119,7 +119,7 @@ class Streams:
         return found
 
     def message(self, rank: int, row: int) -> Message | None:
-        """Return the pending message in a row, or None."""
+        """Return the pending message that a row records, or None."""
         return self._by_row.get((rank, row))
 
     def counterpart(self, message: Message) -> Message | None:

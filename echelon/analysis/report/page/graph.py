@@ -39,7 +39,7 @@ def draw(graph: WaitGraph, roots: Iterable[int] = ()) -> Drawing:
     """Merge ranks that have the same waits, and lay out the nodes in layers.
 
     Args:
-        roots: the ranks in the first layer if the waits form a cycle.
+        roots: the ranks to put in the first layer if the waits form a cycle.
     """
     waits = [wait for wait in graph.waits if wait.absent]
     classes = _classes(waits)

@@ -52,7 +52,7 @@ def timeline(picture: Picture) -> dict[str, Any]:
 
 
 class _Kinds:
-    """A numbering of box kinds. Each combination of call, group, site and peer is one kind."""
+    """The kinds of boxes, numbered. Each combination of call, group, site and peer is one kind."""
 
     def __init__(self, picture: Picture) -> None:
         self.shown: list[dict[str, str]] = []

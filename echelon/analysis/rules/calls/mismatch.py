@@ -1,7 +1,7 @@
 """Detect ranks that made different calls under the same sequence number of a group.
 
 The members of the group vote on each call. The earliest column in which the calls differ is taken
-as the root cause, and the minority is reported. In a tie, the members of all leading sides are
+as the root cause, and the minority is reported. In a tie, the members of all tied sides are
 reported. `skipped.py` decides whether a rank passed a wrong argument or slipped by one operation.
 """
 
@@ -100,8 +100,7 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 def culprits(found: Divergence) -> tuple[int, ...]:
     """Return the members that differ from the majority or, in a tie, the members of both sides.
 
-    If some members have not voted, a tie may be broken by the recorded error or by the ranks'
-    habits.
+    If some members have not voted, the recorded error or the ranks' habits may break a tie.
     """
     if not found.is_tie:
         return tuple(sorted(member for side in found.sides[1:] for member in side))

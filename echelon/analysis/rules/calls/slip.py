@@ -232,7 +232,7 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
     """Return whether a call differs from the call that has always followed the preceding calls.
 
-    Returns None if the preceding calls are not found earlier in the rank's record.
+    The result is None if the preceding calls do not occur earlier in the rank's record.
     """
     keys = _keys(lanes, member)[max(0, column - _LOOK_BACK) : column + 1]
     past, current = keys[:-1], keys[-1]
@@ -298,7 +298,7 @@ def silent_slip(lanes: Lanes) -> Slip | None:
 
 
 def _first_lasting_difference(steps: npt.NDArray[Any]) -> int | None:
-    """Return the first column in which step numbers differ; None unless they agreed before it."""
+    """Return the first column in which step numbers differ, or None if they never agreed before."""
     high = steps.max(axis=0)
     low = np.where(steps < 0, np.iinfo(np.int32).max, steps).min(axis=0)
     shared = (steps >= 0).sum(axis=0) >= 2

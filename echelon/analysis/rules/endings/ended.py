@@ -270,7 +270,7 @@ def _within_loader(raised: Raised) -> Raised:
 
 
 def _loader_death(raised: Raised) -> str:
-    """Describe the death of a data-loader worker that an error reports, or return ""."""
+    """If an error reports the death of a data-loader worker, describe it; otherwise return ""."""
     dead = _LOADER_DEATH.search(raised.message)
     if dead is None:
         return ""

@@ -1,7 +1,7 @@
 """Classify errors from torch, NCCL and echelon by the party that they blame.
 
-An error may be the rank's own fault, or the fault of its memory or device. Errors that blame a
-peer, the network or a watchdog are only consequences. If the type of an exception is ambiguous, its
+An error may be the fault of the rank itself, its memory or its device. Errors that blame a peer,
+the network or a watchdog are only consequences. If the type of an exception is ambiguous, its
 message is examined.
 """
 

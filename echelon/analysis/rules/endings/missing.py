@@ -70,7 +70,7 @@ def _absent(picture: Picture) -> list[str]:
 
 
 def find_unproven(picture: Picture) -> list[Finding]:
-    """Report ranks that are in operations, if no rank appears to be at fault.
+    """If no rank appears to be at fault, report the ranks that are inside operations.
 
     The operations may be stuck, or they may simply be in flight.
     """

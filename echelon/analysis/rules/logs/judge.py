@@ -173,7 +173,7 @@ def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said])
 
 
 def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said, ...]]) -> Finding:
-    """Choose the root from the ranks' troubles."""
+    """Choose the root from the causes that the ranks logged."""
     ranks = picture.evidence.ranks
     first = picture.evidence.incident.ended
     told = [one for one in troubles if one.rank in first]

@@ -71,9 +71,9 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
 
 
 def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
-    """Return the only rank whose removal breaks the cycle, or None if there is no such rank.
+    """Return the only rank whose removal breaks the cycle, or None if there is not exactly one.
 
-    A candidate must be the only recorded rank that is absent from at least one of the waits.
+    In at least one of the waits, a candidate must be the only absent rank that left a record.
     """
     seen = [[rank for rank in wait.absent if rank in recorded] for wait in waits]
     alone = {absent[0] for absent in seen if len(absent) == 1} & ring

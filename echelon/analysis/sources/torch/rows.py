@@ -117,7 +117,7 @@ class ReadRows:
     """The contents of one file's entries.
 
     Attributes:
-        tops: the highest counters of each pair.
+        tops: the highest counters of each (name, description) pair.
         called_only: the pairs whose recorder does not know which operations completed.
         counts_in_status: whether `pg_status` counts collectives in the same way as the entries.
     """

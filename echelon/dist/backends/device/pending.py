@@ -27,7 +27,7 @@ class DevicePending:
     Attributes:
         operation: the user's operation; None once the device has completed it.
         index: the device index.
-        is_detached: whether the caller's streams do not wait for the operation.
+        is_detached: whether the caller's streams continue without waiting for the operation.
         tensors: the flat source and target tensors; None where the operation has no such array.
         is_launched: set once the operation is on the stream or has failed.
     """

@@ -29,7 +29,7 @@ class DeviceRuntime:
         return getattr(self.torch, self.device)
 
     def identity(self, index: int) -> str:
-        """Return a name for a device that is the same in every process."""
+        """Return a device's name, which is the same in every process."""
         host = host_identity()["boot"]
         properties = self.accelerator.get_device_properties(index)
         number = getattr(properties, "uuid", None) or index

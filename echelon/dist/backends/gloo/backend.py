@@ -81,7 +81,7 @@ class GlooEngine(HostEngine):
 
         Args:
             is_step: whether this engine carries out steps for another engine. It then neither
-                compares calls nor carries messages.
+                compares calls nor transfers messages.
 
         Raises:
             CollectiveTimeoutError: some members did not join within `timeout_s`.
@@ -206,7 +206,10 @@ class GlooEngine(HostEngine):
         np.copyto(data, whole.reshape(-1)[: len(data)])
 
     def _all_reduce_of_two(self, operation: Operation, watch: Watch, data: Flat) -> None:
-        """Sum one half of the data on each rank and swap sums; sum small arrays on both ranks."""
+        """Reduce one half of the data on each rank, and swap the results.
+
+        Small arrays are not split: both ranks reduce the whole array.
+        """
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]
         if data.nbytes <= self._transport.small_bytes:

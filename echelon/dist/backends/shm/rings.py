@@ -1,14 +1,14 @@
 """Provide byte streams in shared memory: one ring per ordered pair of ranks.
 
 A ring's `tail` counts the bytes written, and its `head` counts the bytes read. Both counters wrap
-at twice the size of the ring, so that a full ring differs from an empty one. A rank that advances a
-counter rings the other rank's doorbell, which wakes that rank's message thread.
+at twice the size of the ring, so that a full ring can be distinguished from an empty one. A rank
+that advances a counter rings the other rank's doorbell, which wakes that rank's message thread.
 
 [Note: no ring of a bell is lost] A sender stores the tail, makes a system call (a full barrier),
-stores a new value in the bell, and wakes the bell's sleepers. A sleeper reads the bell, checks all
-rings, and sleeps only while the bell's value is unchanged. The sleeper therefore either sees the
-new tail or does not sleep. No two ranks ever store the same value, because a repeated value could
-go unnoticed.
+stores a new value in the bell, and wakes the threads that sleep on the bell. A waiting thread reads
+the bell, checks all rings, and sleeps only while the bell's value is unchanged. It therefore either
+sees the new tail or does not sleep. No two ranks ever store the same value, because a repeated
+value could go unnoticed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Rings:
         return done
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the ended peers whose data has all been read, and the reason why each ended."""
+        """Return the peers that have ended and left no unread data, with the reason for each."""
         return [
             (peer, why)
             for peer, why in self._gone()

@@ -207,7 +207,7 @@ def is_committed(version: Path, token: str | None = None) -> bool:
 
     Args:
         version: the version's folder.
-        token: the token of the only save to accept; None accepts any save.
+        token: the token of the save to accept; None accepts any save.
     """
     try:
         mark = (version / COMMIT).read_bytes()

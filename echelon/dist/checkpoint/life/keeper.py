@@ -113,7 +113,7 @@ class Keeper:
                 score is used.
 
         Returns:
-            Whether the checkpoint is on disk or, with `async_op`, whether the save was started. The
+            True if the checkpoint is on disk or, with `async_op`, if the save was started. The
                 result is the same on all ranks.
 
         Raises:

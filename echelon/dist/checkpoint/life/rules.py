@@ -89,7 +89,7 @@ def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list
 
 
 def for_room(found: Sequence[Found], policy: Policy) -> list[int]:
-    """Return the steps that may be removed to free disk space, in the order of their removal.
+    """Return the steps that may be removed to free disk space, in order of removal.
 
     The result never includes the newest complete checkpoint or the best checkpoint. Checkpoints
     kept by `keep_every` are listed last.

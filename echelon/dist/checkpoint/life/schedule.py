@@ -19,7 +19,7 @@ class SaveSchedule:
     Args:
         every_steps: a checkpoint is due after every step whose number is a multiple of this number.
         every_s: a checkpoint is due once this many seconds have passed.
-        now: a function that returns the time in seconds; only rank 0's is used.
+        now: a function that returns the time in seconds; only rank 0's time is used.
 
     Raises:
         ValueError: neither interval is given, or an interval is not positive.

@@ -1,8 +1,8 @@
 """Divide reads among ranks, so that elements needed by several ranks are read only once.
 
 A line (see `sharing.py`) is read in windows. Each rank of the line reads and checks an equal part
-of every window. Data that all ranks want is then exchanged by all_gather, and data that only some
-ranks want by all_to_all. Data that only one rank wants is read by that rank.
+of every window. An all_gather then exchanges the data that all ranks need, and an all_to_all the
+data that only some ranks need. Data that only one rank needs is read by that rank.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Reading:
         self._note(line)
 
     def for_some(self, lines: Sequence[Line]) -> None:
-        """Read the data that only some ranks want. All ranks must call this method."""
+        """Read the data that only some ranks need. All ranks must call this method."""
         peers = self._peers
         num_bytes = sum(line.num_bytes for line in lines)
         num_rounds = max(peers.all_gather(-(-num_bytes // _WINDOW_BYTES)))

@@ -41,11 +41,11 @@ class Piece(NamedTuple):
 
 
 class Line:
-    """The tensors that all ranks of a set want, laid out in the same way on each of these ranks.
+    """The tensors that all ranks of a set need, laid out in the same way on each of these ranks.
 
     Attributes:
         ranks: the ranks of the set, in ascending order.
-        items: the items that this rank wants, in the order of the line.
+        items: the items that this rank needs, in the order of the line.
         num_bytes: the length of the line, with each tensor padded to `ALIGNMENT`.
     """
 

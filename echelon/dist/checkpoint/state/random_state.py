@@ -11,7 +11,7 @@ import torch
 
 
 class RandomState:
-    """This rank's global random generators of Python, NumPy and torch, as an entry of a state.
+    """This rank's global random number generators (Python, NumPy, torch), as an entry of a state.
 
         save(path, {"model": model, "random": RandomState()})
 

@@ -128,8 +128,8 @@ class Restore:
     def _where(self, path: str) -> str:
         """Return the path of a value that may differ between ranks.
 
-        If the world size is unchanged, each rank uses its own version. Otherwise all ranks use the
-        lowest rank's version.
+        If the world size is unchanged, each rank uses its own value. Otherwise all ranks use the
+        lowest rank's value.
         """
         ranks = self._ranks_of.get(path)
         if ranks is None or not self._same_world:

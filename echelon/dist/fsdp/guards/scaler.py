@@ -1,4 +1,4 @@
-"""Scale the loss for float16, in agreement among all ranks.
+"""Scale the loss for float16, with the same scale on all ranks.
 
 Gradients below 6e-8 become zero in float16. The loss is therefore multiplied by a large scale
 before backward, and the gradients are divided by the scale after backward. If gradients overflow,

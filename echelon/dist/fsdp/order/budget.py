@@ -73,5 +73,5 @@ class Budget:
         return not ahead_bytes or ahead_bytes + more_bytes <= self.third
 
     def allows_reduction(self, under_way: Sequence[int], more_bytes: int) -> bool:
-        """Return whether a reduction may begin while reductions of these sizes are in progress."""
+        """Return whether a reduction may begin while others of the given sizes are in progress."""
         return len(under_way) <= 1 or sum(under_way) + more_bytes <= self.third

@@ -17,9 +17,9 @@ UNWATCHED = 0  # a call of which no input has a gradient
 class State(enum.Enum):
     """Which of a unit's parameters are in memory.
 
-    SHARDED: only this rank's chunks are in memory. NEAR: this rank's part for a gather among
-    neighbouring ranks is also in memory. GATHERING: a gather is in progress, and memory for all
-    parameters is allocated. WHOLE: all parameters are in memory.
+    SHARDED: only this rank's chunks are in memory. NEAR: the part that this rank contributes to a
+    gather among neighbouring ranks is also in memory. GATHERING: a gather is in progress, and
+    memory for all parameters is allocated. WHOLE: all parameters are in memory.
     """
 
     SHARDED = "sharded"
@@ -136,7 +136,7 @@ class Entry:
         self.calls.discard(call)
 
     def keep_calls(self) -> None:
-        """Expect the backward pass of completed calls again, in case their graph is reused.
+        """Expect completed calls to run backward again, in case their graph is reused.
 
         This method is called after an autograd run that produced only gradients of inputs.
         """

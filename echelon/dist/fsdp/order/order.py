@@ -287,7 +287,7 @@ class Order:
         self._opened = [weakref.ref(one) for one in opened]
 
     def _recording(self, entry: Entry | None = None) -> Recording:
-        """Return the recording of the outermost running forward pass; if none runs, of `entry`."""
+        """Return the recording of the outermost running forward pass, or else that of `entry`."""
         opened = self._open()
         outermost = opened[0] if opened else entry
         assert outermost is not None

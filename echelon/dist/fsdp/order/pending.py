@@ -61,7 +61,7 @@ class Pending:
         """Return the recordings that take part in a run, and forget deleted recordings.
 
         Args:
-            agreed: the votes agreed among the ranks; empty if there is at most one recording.
+            agreed: the votes on which the ranks agreed; empty if there is at most one recording.
         """
         words = dict(zip(sorted(self._communicating), agreed, strict=False))
         found = []

@@ -99,7 +99,7 @@ def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
 
 
 def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forward passes preceded the last backward pass, in that order."""
+    """Return, in order, the units whose forward passes began before the last backward pass."""
     return _merged((one.begun_before for one in recordings), by="place")
 
 

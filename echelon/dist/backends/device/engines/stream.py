@@ -90,7 +90,7 @@ class StreamEngine:
         return refuses(self._library, kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
-        """Check the arrays' device, and whether the operation may be captured in a graph.
+        """Check the arrays' device and, during a capture, that the operation can be captured.
 
         Raises:
             ValueError: an array is on the wrong device, a captured operation needs a new
