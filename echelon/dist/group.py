@@ -101,7 +101,8 @@ class ProcessGroup(Collectives, PointToPoint):
         Args:
             obj: the object to send on `root`; ignored on other ranks.
             root: a rank within this group.
-            timeout_s: the timeout for each of two collectives; None means the group's timeout.
+            timeout_s: the timeout for each of the call's two collectives; None means the group's
+                timeout.
 
         Raises:
             TypeError: the object holds a value of another type.
@@ -155,7 +156,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Launch all operations called inside the block together, and wait for them at the end.
+        """Launch the operations called inside the block together, and wait for them at its end.
 
         If the block raises an exception, no operations are launched on a device. If an operation
         was called before the exception, the group also ends, because other ranks may have launched

@@ -1,9 +1,9 @@
 """Provide torchft's managers with a process group that runs over echelon's engines.
 
-torchft (tested with 0.2.0) lets replica groups train independently of one another: a manager in
-each process agrees with the others on who takes part, and configures a process group for them. This
-module stands apart from the torch backend because torchft is an optional package, which nothing
-else imports. What the group does is in `torch_backend/reconfigurable.py`.
+torchft (tested with 0.2.0) lets replica groups train independently of one another: the managers of
+all processes agree on the participants, and each manager configures a process group for them. This
+module is separate from the torch backend because torchft is an optional package that no other
+module imports. The group itself is implemented in `torch_backend/reconfigurable.py`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ def _of_group(method: _Method) -> _Method:
 class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is untyped here
     """A process group for torchft's `Manager`, over shared memory and Gloo.
 
-    If a member dies, the operations of the others raise PeerLostError, normally within 0.1 s, and
-    `errored` returns it. On one host, sums are taken in the order of the ranks, so all members have
-    the same bits. With `Options(reduction="rank_ordered")`, the same applies across hosts.
+    If a member dies, the other members' operations raise PeerLostError, normally within 0.1 s, and
+    `errored` returns this error. On one host, sums are computed in rank order, so the results are
+    bitwise identical on all members. With `Options(reduction="rank_ordered")`, the same applies
+    across hosts.
 
     Args:
-        timeout: the timeout of `configure`, and of operations that have none of their own.
+        timeout: the timeout of `configure`, and of operations without a timeout of their own.
         options: the options of the groups.
 
     Example:
@@ -83,9 +84,9 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
             rank: this process's rank within the group.
             world_size: the number of members.
             quorum_id: the number of torchft's quorum, which names the group in errors and records.
-            global_ranks: the numbers of the members in errors and records. They are numbered
-                0 to world_size - 1 if torchft gives two members the same number, as it does where
-                replica ids do not end in digits.
+            global_ranks: the numbers that identify the members in errors and records. If torchft
+                gives two members the same number, as it does if replica ids do not end in digits,
+                the members are numbered 0 to world_size - 1 instead.
 
         Raises:
             ValueError: the address or the rank is malformed.
@@ -101,18 +102,18 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
         self._echelon.configure(store_addr, name, rank, ranks)
 
     def errored(self) -> Exception | None:
-        """Return the error that ended the current group or its creation; None if it works."""
+        """Return the error that ended the current group or its creation, or None."""
         return self._echelon.error
 
     def abort(self) -> None:
         """End the current group, or its creation, on all its members. Callable from any thread.
 
-        Operations that wait raise CollectiveError within 1 s, as does `configure`.
+        Waiting operations and `configure` raise CollectiveError within 1 s.
         """
         self._echelon.abort()
 
     def shutdown(self) -> None:
-        """Leave the current group and release what it holds, within 2 s. Safe to call twice."""
+        """Leave the current group and release its resources within 2 s. Safe to call twice."""
         self._echelon.shutdown()
 
     def set_timeout(self, timeout: timedelta) -> None:

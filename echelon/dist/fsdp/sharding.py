@@ -49,7 +49,7 @@ def fully_shard(
     group must make the same calls in the same order, and each call blocks until all ranks have
     joined. All ranks receive the parameter values of group rank 0. Deleting the model frees its
     shards, hooks and memory. In a process that takes a lost rank's place, the calls return at once,
-    and the values come later; see `dist.init`.
+    and the values arrive later; see `dist.init`.
 
     Args:
         module: a module, or several modules that form one unit and run one after the other.
@@ -66,8 +66,8 @@ def fully_shard(
         offload_policy: a policy for keeping shards in host memory. If the parameters are already in
             host memory, the policy has no effect, and a warning is issued.
         prefetch: how many units to gather ahead of time while this unit computes.
-        memory_budget_bytes: how much memory all units of the group may use on a rank, in addition
-            to the unit that is computing. One third is for units gathered ahead, one third for
+        memory_budget_bytes: how much memory all units of the group may use on a rank, beyond that
+            of the unit being computed. One third is for units gathered ahead, one third for
             gradients being reduced, and one third for idle memory. One unit ahead and one reduction
             are always allowed. The last number passed applies to the whole group. None means six
             times the largest unit that contains no other unit, or more if `prefetch` is above 2.

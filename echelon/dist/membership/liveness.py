@@ -124,10 +124,10 @@ class Liveness:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Return an error that names the ranks at fault, within 2.5 s, or 4 s if the store is slow.
+        """Return an error that names the ranks at fault.
 
-        A store that does not answer is retried for a while, because its machine may have been
-        paused.
+        The method takes at most 2.5 s, or 4 s if the store is slow. A store that does not answer is
+        retried for a while, because its machine may have been paused.
         """
         members = self._members
         if broken is None and needed is not None and not dead and self._board is None:

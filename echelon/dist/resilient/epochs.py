@@ -34,7 +34,7 @@ class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
 
 
 class Epochs:
-    """This rank's view of its attempt's epochs.
+    """This rank's view of the epochs of its attempt.
 
     Args:
         store: the job's store.

@@ -6,8 +6,8 @@ ranks learn of the epoch at different times, but must leave the groups of their 
 minimum, over all ranks, of the newest such epoch that each rank has seen. If the minimum is newer
 than the current epoch, all ranks have seen that epoch, and they enter it. No work is lost, because
 all ranks have finished the step. After the last step, no rank enters another epoch, and the
-launcher dismisses the ranks that are waiting to join. If an admitted rank dies before the others
-have gone to the meeting, the epoch without it is entered in the same way.
+launcher dismisses the ranks that are waiting to join. If an admitted rank dies before the other
+ranks have gone to the meeting, they enter the epoch without that rank in the same way.
 
 A joining rank has no state to offer when the ranks of the epoch meet. If a rank dies during the
 meeting or while the state is being sent, the loss is handled like any other: the launcher publishes
@@ -54,10 +54,10 @@ class Joins:
         self._newest = 0
 
     def is_orderly(self, epoch: Epoch) -> bool:
-        """Return whether this rank enters a new epoch at the end of a step, not at once.
+        """Return whether this rank enters a new epoch at the end of a step rather than at once.
 
         The step needs only ranks that are still running. If this rank goes to the meeting of an
-        earlier epoch at the same time, it finds the new one there.
+        earlier epoch at the same time, it learns of the new epoch there.
         """
         return bool(epoch.joins) or epoch.withdraws > self.entered
 

@@ -46,9 +46,9 @@ def run(
     restore the state from the start of that step, and repeat the step. Their processes are not
     restarted. With gradients that do not depend on the number of ranks
     (`echelon.train.same_bits.SameBits`), the result is bitwise identical to that of a run without
-    losses. Under `--on-loss replace`, a new process also joins them in the place of each lost rank,
-    at the end of a step: it calls this function like any other rank, receives the state, and only
-    then calls `prepare`. Under other launchers or settings, `run` warns and trains without this
+    losses. Under `--on-loss replace`, a new process also takes the place of each lost rank at the
+    end of a step: it calls this function like any other rank, receives the state, and only then
+    calls `prepare`. Under other launchers or settings, `run` warns and trains without this
     protection.
 
     Every rank must call `run` after `echelon.dist.init`. Each step ends with a barrier. Each rank
@@ -62,9 +62,9 @@ def run(
             numbers. It must not use gradients from an earlier step, and must not catch
             CollectiveError.
         model: the model. Every rank must have all of it, or `fully_shard` must have divided it
-            among all ranks of the world. After a loss, a sharded model is divided among the ranks
-            that are left, and after a join among one more; modules and parameters stay the same
-            objects.
+            among all ranks of the world. After a loss, a sharded model is divided among the
+            remaining ranks; after a join, among these and the new ranks. Modules and parameters
+            stay the same objects.
         optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.
         first: the number of the first step.

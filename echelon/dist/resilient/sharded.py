@@ -119,10 +119,10 @@ class ShardedState:
         }
 
     def restore_rest(self, step: int | None) -> None:
-        """Restore what is not sharded, as this rank kept it. Local.
+        """Restore the unsharded state that this rank kept. Local.
 
         Args:
-            step: one of the steps for which this rank has kept it; None means the last one.
+            step: one of the steps for which this rank has kept the state; None means the last one.
         """
         if step is not None:
             self._at = self._rest_steps.index(step)
@@ -151,7 +151,7 @@ class ShardedState:
     # ---- when a rank joins ----
 
     def contents(self) -> dict[str, Any]:
-        """Return what a joining rank needs besides the shards; see `fill`. Local."""
+        """Return the state that a joining rank needs besides the shards; see `fill`. Local."""
         return {
             **self._rest[self._at].contents(),
             "sharding": self._sharding(),
@@ -159,10 +159,10 @@ class ShardedState:
         }
 
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Adopt what another rank has restored besides its shards. Local.
+        """Adopt the state that another rank has restored besides its shards. Local.
 
         Args:
-            step: the step at whose start the other rank kept it.
+            step: the step at whose start the other rank kept this state.
 
         Raises:
             ValueError: the model, its sharding, the optimizer or `also` does not match.
@@ -178,14 +178,14 @@ class ShardedState:
         self._rest_steps[self._at] = step
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return what a joining rank has received, keyed by description."""
+        """Return the state that a joining rank has received, keyed by description."""
         return self._rest[self._at].joined_parts()
 
     def _units(self) -> list[Unit]:
         return sorted(units_of(self._model), key=lambda unit: unit.number)
 
     def _sharding(self) -> list[Any]:
-        """Return what decides which collectives the units use, apart from the number of ranks."""
+        """Return the settings that determine the units' collectives, except the number of ranks."""
         names = {one.parameter: name for name, one in shards(self._model).items()}
         return [
             [

@@ -1,9 +1,9 @@
-"""Form a torch group again and again, each time with other members, and without an exception.
+"""Provide a torch group that can be reconfigured, each time with other members.
 
-torch's own groups are made once. This one is configured through the address of a store: by
-torchft's manager (`echelon/dist/torchft.py`), or by a program that decides itself which processes
-take part. A configuration that has failed or that was aborted stays in place, and refuses all
-operations, until the next one replaces it.
+torch's own groups are created only once. This group is configured through the address of a store:
+by torchft's manager (`echelon/dist/torchft.py`), or by a program that decides itself which
+processes take part. A configuration that has failed or was aborted stays in place and refuses all
+operations until the next configuration replaces it.
 
 [Note: ending a configuration] `abort` may be called while a thread is inside an operation, and
 while another thread is inside `configure`. Both are ended through GroupMaker, which knows the group
@@ -38,7 +38,7 @@ class Configuration:
         address: the store, as "host:port/prefix"; every configuration needs its own prefix.
         name: the group's name in errors and records.
         rank: this process's rank within the group.
-        ranks: the numbers of the members in errors and records, in group order.
+        ranks: the numbers that identify the members in errors and records, in group order.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Configuration:
 
 
 class Reconfigurable:
-    """A torch group that can be formed again with other members.
+    """A torch group that can be reconfigured with other members.
 
     Args:
-        timeout_s: the timeout of `configure`, and of operations that have none of their own.
+        timeout_s: the timeout of `configure`, and of operations without a timeout of their own.
         options: the options of the groups.
     """
 
@@ -130,7 +130,7 @@ class Reconfigurable:
             address: the store, as "host:port/prefix"; every configuration needs its own prefix.
             name: the group's name in errors and records.
             rank: this process's rank within the group.
-            ranks: the numbers of the members in errors and records, in group order.
+            ranks: the numbers that identify the members in errors and records, in group order.
 
         Raises:
             ValueError: the address or the rank is malformed.
@@ -164,7 +164,7 @@ class Reconfigurable:
         """The current group.
 
         Raises:
-            CollectiveError: there is none, or it could not be created.
+            CollectiveError: there is no current group, or it could not be created.
         """
         group = self._group
         if group is not None:
@@ -175,23 +175,23 @@ class Reconfigurable:
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error that ended the current group or its creation; None if it works."""
+        """The error that ended the current group or its creation, or None."""
         configuration = self._configuration
         return None if configuration is None else configuration.error
 
     @property
     def rank(self) -> int:
-        """This process's rank within the current group; 0 without a group."""
+        """This process's rank within the current group; 0 if there is no group."""
         return 0 if self._configuration is None else self._configuration.rank
 
     @property
     def size(self) -> int:
-        """The number of members of the current group; 1 without a group."""
+        """The number of members of the current group; 1 if there is no group."""
         return 1 if self._configuration is None else self._configuration.size
 
     @property
     def timeout_s(self) -> float:
-        """The timeout of `configure`, and of operations that have none of their own."""
+        """The timeout of `configure`, and of operations without a timeout of their own."""
         return self._timeout_s
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -204,14 +204,14 @@ class Reconfigurable:
     def abort(self) -> None:
         """End the current group, or its creation, on all its members. Callable from any thread.
 
-        Operations that wait raise CollectiveError within 1 s, as does `configure`.
+        Waiting operations and `configure` raise CollectiveError within 1 s.
         """
         configuration = self._configuration
         if configuration is not None:
             configuration.abort()
 
     def shutdown(self) -> None:
-        """Leave the current group and release what it holds, within 2 s. Safe to call twice."""
+        """Leave the current group and release its resources within 2 s. Safe to call twice."""
         group, self._group = self._group, None
         configuration, self._configuration = self._configuration, None
         if group is not None:

@@ -45,8 +45,8 @@ def flat_source(tensors: Sequence[Tensor]) -> Tensor:
 def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
     """Return a flat buffer for the results of all `tensors`, and a function that fills `tensors`.
 
-    The function copies the buffer's contents into `tensors`. It is None if they already form one
-    contiguous piece of memory, which then serves as the buffer.
+    The function copies the buffer's contents into `tensors`. The function is None if `tensors`
+    already form one contiguous piece of memory, which then serves as the buffer.
     """
     whole = _as_one_piece(tensors)
     if whole is not None:

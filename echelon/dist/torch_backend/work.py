@@ -1,10 +1,10 @@
-"""Wrap echelon's works as torch works, for `async_op=True` and for DDP.
+"""Wrap echelon's `Work` objects as torch's, for `async_op=True` and for DDP.
 
-[Note: errors and futures] A work's torch future is completed by the thread that waits for the work.
-Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`) and
-into a crash in another (`Future.set_exception` under DDP). So `TorchWork.wait` raises errors
-itself, and every future that it returns is a child created by `then`, with a callback that raises
-the error. C++ then sees a RuntimeError with the error's name and text.
+[Note: errors and futures] The thread that waits for a `Work` completes its torch future. Torch
+turns a Python exception into a wrong result in one place (`_create_work_from_future`) and into a
+crash in another (`Future.set_exception` under DDP). So `TorchWork.wait` raises errors itself, and
+every future that it returns is a child created by `then`, with a callback that raises the error.
+C++ then sees a RuntimeError with the error's name and text.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CompleteLater = Callable[[Job], object]
 
 
 class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
-    """One or more echelon operations, wrapped as one torch work.
+    """One or more echelon operations, wrapped as one torch `Work`.
 
     Args:
-        parts: the underlying works; empty if the operation is already done.
+        parts: the underlying `Work` objects; empty if the operation is already done.
         result: the tensors that the operation fills.
         finish: copies results from a buffer into the caller's tensors; runs once, on the first
             thread to find that the operation has ended.

@@ -6,16 +6,16 @@
                                           memory is allocated while the unit is gathered
     chunk    [chunk_numel]                this rank's part, in the dtype of the shards; always in
                                           memory, and not a view of `full`
-    leaf     the parameter's shape        an nn.Parameter that views `full`; used by forward and
+    leaf     the parameter's shape        an nn.Parameter, a view of `full`; used by forward and
                                           backward
-    shard    [length, 1, ...]             an nn.Parameter that views `chunk`: this rank's part of
+    shard    [length, 1, ...]             an nn.Parameter, a view of `chunk`: this rank's part of
                                           the parameter, with as many dims. It is the object that
                                           the module had before sharding, so optimizers created
                                           earlier continue to work
     aside    the parameter's shape        unreduced gradients of earlier micro-batches, if they
                                           are summed in a dtype other than the leaf's
-    sums     [chunk_numel]                this rank's part of the reduced gradients, which
-                                          `shard.grad` views
+    sums     [chunk_numel]                this rank's part of the reduced gradients;
+                                          `shard.grad` is a view of it
 
 The module's attribute is the leaf while the unit is gathered. At all other times it is the shard.
 """

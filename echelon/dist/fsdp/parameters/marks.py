@@ -21,5 +21,5 @@ def attach(target: Any, value: Any) -> None:
 
 
 def attached(target: Any) -> Any:
-    """Return an object's attribute, or None if the attribute is not set."""
+    """Return an object's `_echelon` attribute, or None if it is not set."""
     return getattr(target, "__dict__", {}).get(_NAME)

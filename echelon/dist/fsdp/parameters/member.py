@@ -1,7 +1,7 @@
 """Switch a parameter of the program between its two forms: the leaf and the shard.
 
 `flat.py`, [Note: the tensors in play], defines both. While the unit is gathered, the modules use
-the leaf, which views the whole vector; otherwise they use the shard, which views this rank's chunk.
+the leaf, a view of the whole vector; otherwise they use the shard, a view of this rank's chunk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Member:
     """One parameter of a `Flat`.
 
     A member has only weak references to the modules. Strong references could form a cycle through
-    autograd's graph, which the garbage collector cannot see.
+    autograd's graph, and the garbage collector cannot see such a cycle.
     """
 
     def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:

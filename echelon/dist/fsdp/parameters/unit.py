@@ -163,7 +163,7 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Start gathering the unit; if `near` is given, only among the ranks of that group.
+        """Start gathering the unit among all ranks or, if `near` is given, among those ranks.
 
         Raises:
             ValueError: a shard was converted or moved.

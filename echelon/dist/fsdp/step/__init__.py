@@ -1,1 +1,1 @@
-"""Run a training step by carrying out the order's decisions."""
+"""Run a training step by carrying out the decisions of `Order`."""

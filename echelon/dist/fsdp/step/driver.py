@@ -1,4 +1,4 @@
-"""Carry out the order's decisions for the units of one group.
+"""Carry out the decisions of `Order` for the units of one group.
 
 Each group over which units are sharded has one driver. The driver reports events to `order.Order`
 and carries out the actions that the order returns. Gradients are reduced in a separate group, so
@@ -67,7 +67,7 @@ class Driver:
         order: the order, which decides what to gather, release and reduce.
         units: the units, keyed by number.
         sizes: the sizes of the units, keyed by number. Some of these units may no longer exist.
-        hashes: a running hash of the gathers, and a running hash of the reductions.
+        hashes: the running hashes of the gathers and of the reductions.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -106,7 +106,7 @@ class Driver:
         self.order.budget.measure(self.sizes.values())
 
     def keep_sizes(self, numbers: Iterable[int]) -> None:
-        """Include only these units in the budget from now on."""
+        """Include only the given units in the budget from now on."""
         self.sizes = {number: self.sizes[number] for number in sorted(numbers)}
         if not self.sizes:
             self.order.budget.num_bytes = None

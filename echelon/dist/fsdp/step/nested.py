@@ -25,7 +25,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a copy of a nested value in which a function has been applied to every tensor."""
+    """Return a copy of a nested value, with a function applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if not any(True for _ in tensors_in(value)):

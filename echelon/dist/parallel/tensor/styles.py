@@ -123,7 +123,7 @@ def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
-    """Keep an embedding whole; if positions are divided, return only this rank's positions."""
+    """Keep an embedding whole, but output only this rank's positions if positions are divided."""
     embedding = _embedding(name, module)
     if setting.sequence:
 

@@ -39,9 +39,9 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Replace inputs that the program itself computed with new leaves.
+    """If the program itself computed an input, replace the input with a new leaf.
 
-    Each micro-batch runs its own backward. `pass_on` then runs the program's part of the graph
+    Each micro-batch runs its own backward pass. `pass_on` then runs the program's part of the graph
     once, with the gradients from all micro-batches.
 
     Returns:

@@ -220,15 +220,15 @@ class Pipeline:
         targets: Sequence[list[torch.Tensor]],
         listener: Listener,
     ) -> list[torch.Tensor]:
-        """Run the forward and backward passes of one batch, but add and reduce no gradients.
+        """Run the forward and backward passes of one batch without adding or reducing gradients.
 
         `echelon.train.same_bits` builds on this method. Sharded stages must already be gathered.
 
         Args:
             inputs: on the first stage's rank, the tensors of each micro-batch.
             targets: on the last stage's rank, the tensors of each micro-batch's targets.
-            listener: seeds the random generators before each forward pass, and removes the
-                gradients from `.grad` after each backward pass.
+            listener: an object that seeds the random generators before each forward pass, and
+                removes the gradients from `.grad` after each backward pass.
 
         Returns:
             On the last stage's rank, the loss of each micro-batch; an empty list on other ranks.

@@ -1,8 +1,8 @@
 """Wrap a torch module that is one part of the model, and run its computations.
 
-A stage takes each tensor that the previous stage returned as one argument, and returns one or more
-tensors. Autograd's graph is cut between two stages: the inputs are new leaves, and their gradients
-are returned to the previous stage.
+A stage receives each of the previous stage's tensors as a separate argument, and returns one or
+more tensors. Autograd's graph is cut between two stages: the inputs are new leaves, and their
+gradients are returned to the previous stage.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Ties:
     def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
         """Open a channel to every rank with a copy, and set all copies to the first stage's value.
 
-        Block until those ranks have done the same.
+        The method blocks until those ranks have done the same.
 
         Args:
             group: the pipeline's ranks.
@@ -75,7 +75,10 @@ class Ties:
                 tied.set_aside()
 
     def sum_gradients(self) -> None:
-        """Set every copy's gradient to the sum over all copies. Blocks until all holders join."""
+        """Set every copy's gradient to the sum over all copies.
+
+        The method blocks until all ranks with a copy have joined.
+        """
         for tie in self._ties:
             if any(tied.is_trained for tied in tie.mine.values()):
                 tie.sum_gradients()

@@ -66,7 +66,7 @@ def search(
     memory_bytes: float = float("inf"),
     max_chunks: int = 4,
 ) -> list[Simulation]:
-    """Return the simulated schedules that fit in memory, shortest first, each with its `.plan`.
+    """Return the simulated schedules that fit in memory, fastest first, each with its `.plan`.
 
     Args:
         num_ranks: the number of ranks in the pipeline.

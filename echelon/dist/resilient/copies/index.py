@@ -57,7 +57,7 @@ class Scalars:
 
     @classmethod
     def of(cls, places: list[list[Any]], vectors: dict[str, torch.Tensor]) -> Self:
-        """Return the scalars that have these places in these vectors."""
+        """Return the scalars at the given places of the given vectors."""
         scalars = cls()
         scalars.places, scalars._values = places, vectors
         return scalars

@@ -1,9 +1,9 @@
 """Make the copies of one world, and find the copies that this process can read.
 
-Each rank writes its shards alternately into two memories, so that one complete copy always exists.
-All ranks at the same place open both memories. If there are several places, each rank also sends
-its copy to a partner at another place. The partner keeps the copy in two memories that are open to
-all ranks there.
+Each rank writes its shards alternately into two memory segments, so that one complete copy always
+exists. All ranks at the same place open both segments. If there are several places, each rank also
+sends its copy to a partner at another place. The partner keeps the copy in two segments that all
+ranks there can read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUM = 2
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The memories that one process keeps for one owner."""
+    """The memory segments that one process keeps for one owner."""
 
     owner: int
     keeper: int
@@ -84,7 +84,7 @@ class WorldCopies:
         return self._readable[-1]
 
     def _open(self) -> None:
-        """Open the memories that the other ranks at this place keep. Collective."""
+        """Open the memory segments that the other ranks at this place keep. Collective."""
         told = [
             (one.owner, [asdict(memory.address) for memory in one.memories])
             for one in self._readable
@@ -203,8 +203,8 @@ def collected(
     """Yield the copies of all shards of a state, one at a time. Collective.
 
     Ranks at the same place read each other's memory. A rank that was not in the state's world opens
-    the memory for this. If there are several places, each copy is broadcast, so every rank needs
-    memory for one more copy.
+    the memory for this purpose. If there are several places, each copy is broadcast, so every rank
+    needs memory for one more copy.
 
     Args:
         worlds: the worlds whose copies this rank can read; none on a rank that joins.

@@ -7,7 +7,8 @@ state and increases `kept`. The survivors' numbers therefore differ by at most o
 survivors continue from the lowest value of `finished`. Every survivor has the state for that step,
 either live or as a copy.
 
-The first call of `prepare` also counts as a step, which a rank has finished once the call returns.
+The first call to `prepare` also counts as a step. A rank has finished this step once the call
+returns.
 """
 
 from __future__ import annotations

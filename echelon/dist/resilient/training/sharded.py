@@ -7,13 +7,14 @@ complete. A step is therefore committed one step later than for a replicated mod
 `ShardedState` keeps the states of two steps.
 
 [Note: joining a sharded model] Ranks that leave a step to let others join have copied its result
-before they meet. So its end is the newest state with copies of all shards, nothing is repeated, and
-the step is committed in the new world. A rank that joins first receives what is not sharded, and
-then restores its shards from the copies like any other rank. It counts as a newcomer until all
-copies of the new world are complete: if another rank is lost before that, it begins again. What it
-has by then may nevertheless be needed, because others may already have released the copies of the
-old world. So it offers its own copies like any other rank, and receives the rest again only if it
-does not have it for the step that is chosen.
+before they meet. The end of the step is therefore the newest state with copies of all shards. No
+work is repeated, and the step is committed in the new world. A joining rank first receives the
+state that is not sharded, and then restores its shards from the copies like any other rank. It
+counts as a newcomer until all copies of the new world are complete. If another rank is lost before
+then, the newcomer begins again. Its copies may nevertheless be needed, because other ranks may
+already have released the copies of the old world. The newcomer therefore offers its copies like any
+other rank. It receives the unsharded state again only if it does not have that state for the chosen
+step.
 """
 
 from __future__ import annotations

@@ -50,7 +50,10 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def _end(row: RowBuilder, rank: int, behind: int, down: int, up: int) -> None:
-    """Append the last backward passes, first full, then split, with weight gradients in between."""
+    """Append the last backward passes.
+
+    The full passes come first, then the split passes with weight gradients in between.
+    """
     ramp = [up, down] * (rank + 1)
     for number, stage in enumerate(ramp):
         if number <= rank:

@@ -1,4 +1,4 @@
-"""Compute the order in which a rank visits its chunks, with micro-batches passing in rounds.
+"""Compute the order in which a rank visits its chunks if micro-batches pass in rounds.
 
 A round of micro-batches passes through chunk 0, then chunk 1, and so on, before the next round
 begins; in the backward direction, the last chunk comes first. A round has as many micro-batches as
