@@ -11,14 +11,22 @@ import torch
 from echelon.dist.resilient.copies import filling
 
 _HAS_CORE = filling._has_core
-_LENGTHS = (0, 1, 3, 15, 16, 63, 64, 65, 80, 127, 128, 1000)
+_LENGTHS = (0, 1, 3, 15, 16, 63, 64, 65, 80, 127, 128, 129, 255, 256, 272, 1000)
 
 
-@pytest.fixture(params=[True, False], ids=["C", "torch"])
+@pytest.fixture(params=["C, wide", "C", "torch"])
 def has_core(request, monkeypatch):
-    if request.param and not _HAS_CORE:
+    if request.param != "torch" and not _HAS_CORE:
         pytest.skip("the C core was not built, or the processor lacks the instructions")
-    monkeypatch.setattr(filling, "_has_core", request.param)
+    monkeypatch.setattr(filling, "_has_core", request.param != "torch")
+    if not _HAS_CORE:
+        yield
+        return
+    is_wide = filling._native.widen(request.param == "C, wide")
+    if request.param == "C, wide" and not is_wide:
+        pytest.skip("the processor lacks the wide instructions")
+    yield
+    filling._native.widen(True)
 
 
 def _random_bytes(draw, length):
@@ -26,7 +34,7 @@ def _random_bytes(draw, length):
 
 
 @pytest.mark.usefixtures("has_core")
-@pytest.mark.parametrize("start", [0, 1, 16])
+@pytest.mark.parametrize("start", [0, 1, 16, 32])
 def test_pieces_lie_where_they_should_with_zeros_between(start):
     draw = random.Random(start)
     for _ in range(60):

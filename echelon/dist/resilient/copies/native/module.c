@@ -110,9 +110,17 @@ static PyObject *crc32(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLong(crc);
 }
 
+static PyObject *widen(PyObject *module, PyObject *wanted)
+{
+    (void)module;
+    int is_wanted = PyObject_IsTrue(wanted);
+    return is_wanted < 0 ? NULL : PyBool_FromLong(cp_widen(is_wanted));
+}
+
 static PyMethodDef functions[] = {
     {"fill", fill, METH_VARARGS, "Fill (target, [(offset, buffer), ...]); return its CRC-32."},
     {"crc32", crc32, METH_VARARGS, "The CRC-32 of a buffer."},
+    {"widen", widen, METH_O, "Whether to use 256-bit instructions; return whether they are used."},
     {NULL, NULL, 0, NULL},
 };
 
