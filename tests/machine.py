@@ -33,9 +33,11 @@ processes() {
             echo "process $(tr '\\0' ' ' 2>/dev/null < "$folder/cmdline")" ;; esac
     done
 }
-while [ "$patience" -gt 0 ] && [ -n "$(processes)" ]; do
+processes > "$found" # not in $(), which would be a process itself
+while [ "$patience" -gt 0 ] && [ -s "$found" ]; do
     patience=$((patience - 1))
     sleep 0.1
+    processes > "$found"
 done
 {
     processes

@@ -62,6 +62,12 @@ def test_a_torch_job_whose_rank_is_killed_leaves_nothing(tmp_path):
     assert own == {"run"}  # torch makes a cache folder of its own
 
 
+def test_the_search_waits_for_nothing_where_nothing_is_left():
+    """It would find itself, and use up its patience, which is longer than the command may take."""
+    _, left = run_there(["true"], timeout_s=120, patience_s=1200)
+    assert left == []
+
+
 @pytest.mark.parametrize("then", ["os.setsid()", "os.setsid(); os.fork()"])
 def test_the_search_itself_finds_leftovers(then):
     leave = f"""
