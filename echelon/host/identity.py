@@ -40,7 +40,7 @@ def pid_namespace() -> int:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, or None if it has ended."""
+    """Return a process's start time in clock ticks since boot, or None if the process has ended."""
     fields = stat_fields(pid)
     return None if not fields or fields[0] in "ZX" else int(fields[_START_TICKS])
 

@@ -47,7 +47,7 @@ class Model:
     Attributes:
         layers, width, heads, vocabulary, context: as in `echelon.train.models.ModelConfig`.
         kv_heads, head_width, hidden: as in `echelon.train.models.ModelConfig`; 0 means the usual
-            value, which is heads, width / heads, and 4 x width (8/3 x width if gated).
+            value: heads, width / heads, or 4 x width (8/3 x width if gated).
         is_gated: whether blocks have a gated feed-forward network (SwiGLU) and RMSNorm, as in
             Llama.
         is_tied: whether the output head shares its weight with the token embedding.
@@ -112,7 +112,7 @@ class Model:
 
     @property
     def first_parameters(self) -> int:
-        """The number of weights before the blocks, which are the embeddings."""
+        """The number of weights in the embeddings, which precede the blocks."""
         positions = self.context * self.width if self.learns_positions else 0
         return self.vocabulary * self.width + positions
 

@@ -24,7 +24,7 @@ def note_checkpoint(path: Path, step: int | None) -> None:
 
     Args:
         path: the folder in which the checkpoint was saved.
-        step: the step at which the checkpoint was saved, or None if unknown. For a folder
+        step: the step at which the checkpoint was saved, or None if unknown. If the folder is named
             `step_<n>`, the name takes precedence.
     """
     folder = os.environ.get("ECHELON_RANK_DIR", "")

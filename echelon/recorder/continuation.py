@@ -77,7 +77,7 @@ def epoch_key(number: int) -> str:
 
 
 def meeting_key(number: int) -> str:
-    """Return the key of the gate in the store at which the ranks of an epoch meet.
+    """Return the store key of the gate at which the ranks of an epoch meet.
 
     The gate is opened by the last rank to arrive, or by the launcher when a newer epoch begins.
     """

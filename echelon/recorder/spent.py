@@ -17,8 +17,8 @@ class Spent(threading.local):
     Attributes:
         spans_ns: the total duration of ended spans in nanoseconds, keyed by name. A span inside
             another span of the same name does not count.
-        collectives_s: the seconds for which the thread was blocked in collectives and
-            point-to-point transfers. Time hidden by computation does not count.
+        collectives_s: how long the thread was blocked in collectives and point-to-point transfers,
+            in seconds. Time hidden by computation does not count.
     """
 
     def __init__(self) -> None:

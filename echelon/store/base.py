@@ -8,7 +8,7 @@ plain operations.
 the round number. The rank writes its value under key/round/rank and waits for all values of the
 round. The last rank to read the values deletes them. A round takes five round trips. A rank that
 times out removes its value and decrements the counter. Without a server, two problems remain. A
-rank that dies after arriving is not noticed. If a timeout coincides with the last arrival, ranks
+rank that dies after arriving is not detected. If a timeout coincides with the last arrival, ranks
 may disagree on the round number, and every later use of the key times out.
 """
 

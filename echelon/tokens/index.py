@@ -1,4 +1,4 @@
-"""Define and read the index of a folder of token shards, which lists the folder's files.
+"""Define and read the index of a folder of token shards. The index lists the folder's files.
 
     FOLDER/index.json           this index; a folder without it is not a folder of token shards
     FOLDER/tokens_00000.bin     tokens, little-endian, of the index's dtype

@@ -1,4 +1,4 @@
-"""Choose each sample's source by exact weights, without randomness and without stored history.
+"""Choose each sample's source by exact weights, without randomness or stored history.
 
 The algorithm is smooth weighted round robin. Each draw adds every source's weight to that source's
 credit, selects the source with the largest credit, and subtracts the sum of all weights from the

@@ -3,7 +3,7 @@
 The permutation applies a Feistel network over the next power of four repeatedly until the result is
 below n ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002).
 The round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). The
-permutation is meant for ordering samples, not for keeping secrets.
+permutation is meant for ordering samples, not for cryptography.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def permute(indices: NDArray[np.int64], size: int, key: tuple[int, int, int]) ->
     Args:
         indices: the indices to permute, each between 0 and size - 1.
         size: the number of items, at least 1 and at most 2**62.
-        key: three numbers; each combination of them gives a different order.
+        key: three numbers; each combination gives a different order.
     """
     assert size >= 1
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))

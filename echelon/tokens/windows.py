@@ -22,7 +22,7 @@ class Row:
 
 
 class Windows:
-    """Consecutive samples of `context` tokens plus the token that follows; a remainder is dropped.
+    """Consecutive samples of `context` tokens, each with the next token; a remainder is dropped.
 
     Args:
         shards: the tokens to cut into samples.

@@ -71,7 +71,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def override(values: dict[str, Any], name: str, value: Any) -> None:
-    """Set a value in nested dicts in place, addressed by its dotted name.
+    """Set the value that has a given dotted name in nested dicts, in place.
 
     Raises:
         ValueError: a parent in the name is a value, not a section.
@@ -151,7 +151,7 @@ def to_toml(settings: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two results of `to_dict`, one line of text each.
+    """Return the differences between two results of `to_dict`, as one line of text per difference.
 
     Example:
         >>> differences({"training": {"lr": 0.1}}, {"training": {"lr": 0.2}})

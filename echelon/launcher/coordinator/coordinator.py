@@ -6,8 +6,9 @@ coordinator carries them out. `Roster` decides which nodes take part, `decide.At
 actions from a world's events, and `StallRule` detects stalls. `Restarting` decides how long a
 restart waits for the verdict.
 
-A stop is sent to the ranks even while an incident is being collected. Only the end of an attempt
-waits for the incident. Failures are ordered by their arrival at the coordinator, never by a clock.
+A stop signal is sent to the ranks even while an incident is being collected. Only the end of an
+attempt waits for the incident. Failures are ordered by their arrival at the coordinator, never by a
+clock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Collect one job's incidents from the nodes, start their analysis, and show the verdicts.
 
-One incident is collected at a time. An incident that cannot be written to disk is reported and
+Only one incident is collected at a time. An incident that cannot be written to disk is reported and
 dropped. A stall that has been examined is reported to the attempt, because the stall may end the
 attempt.
 """

@@ -1,8 +1,8 @@
 """Decide when a lasting stall ends the attempt under `--on-stall restart` or `replace`.
 
 The decision waits for the verdict. If the verdict's cause may be temporary, such as a slow rank or
-a cut link, the stall is given some time to clear. If a restart leads to the same stall again, the
-new stall is given more time.
+a broken link, the stall is given some time to clear. If a restart leads to the same stall again,
+the new stall is given more time.
 
 Under `replace`, hung ranks are killed if the attempt can continue without them (`HungRanks`).
 """

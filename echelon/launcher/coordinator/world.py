@@ -19,7 +19,7 @@ class LostEarlier:
     """The ranks whose loss an attempt had survived before an event.
 
     Attributes:
-        ranks: the first epoch without each lost rank, keyed by rank.
+        ranks: for each lost rank, the first epoch that excludes the rank.
         since_mono_ns: the time at which the current epoch began; 0 if no rank was lost.
         since_there_ns: the start of the current epoch on the clocks of other nodes, keyed by rank.
     """
@@ -38,7 +38,7 @@ class World:
         hosts: each node's host name.
         lost: the nodes that were lost.
         leaving: the signal with which each leaving node was asked to stop.
-        unkillable: the ranks that survived SIGKILL, with the reason.
+        unkillable: why ranks survived SIGKILL, keyed by rank.
         end: how the attempt ended, once all workers have ended.
         clearing: the nodes that are not idle yet, once all workers have ended.
         is_reported: whether the end of all processes has been reported to the observers.

@@ -6,8 +6,8 @@ most nine. To change the electors, the host first writes a mandate that names bo
 the next electors. Such a mandate needs a majority of each group (joint consensus).
 
 In a world of two nodes, the host is the only elector, so the other node cannot replace it. If the
-job has a witness, the witness becomes the third elector. The witness also votes in other worlds
-with an even number of electing nodes.
+job has a witness, the witness becomes the third elector. The witness also votes in other worlds in
+which an even number of nodes are electors.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def electors_of(
     Args:
         members: the world's nodes, in rank order. A member without an endpoint cannot vote.
         host: the hosting node, which is always an elector.
-        has_witness: whether a witness answers. The witness votes if the number of other electors is
-            even.
+        has_witness: whether the job's witness responds. The witness votes if the number of other
+            electors is even.
     """
     others = [one.name for one in members if one.endpoint and one.name != host]
     names = [host, *others[: MAX_ELECTORS - 1]]

@@ -81,7 +81,7 @@ class Takeover:
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 
     def deadline_s(self) -> float:
-        """Return when to call `step` next, on the clock of `lease.now_s`."""
+        """Return the time at which to call `step` next, on the clock of `lease.now_s`."""
         return min(self.office.deadline_s(), now_s() + 0.1)
 
     def step(self, events: Iterable[tuple[str, m.Event]]) -> Inheritance | None:

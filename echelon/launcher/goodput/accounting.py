@@ -11,7 +11,7 @@ below. The times of a rank add up exactly to the job's time.
     repeated    steps that an earlier attempt had already finished
     stall       from the last sign of progress until the stall cleared or the ranks were stopped
     restart     the step that a failure cut short, and the time until the next first step
-    idle        the rank had ended, or its world had no place for it
+    idle        the rank had ended, or its world did not include it
     unmarked    the program ran but marked no steps
 
 [Note: step numbers after a restart] After a restart, a program may continue numbering steps where

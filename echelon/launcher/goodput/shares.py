@@ -31,7 +31,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """A job's time by category."""
+    """A job's time, divided into categories."""
 
     wall_ns: int
     ranks: Mapping[int, Mapping[Category, int]]
@@ -52,7 +52,7 @@ class Shares:
 
     @property
     def goodput(self) -> float:
-        """The fraction of all ranks' time that was spent in useful steps, including waits."""
+        """The fraction of all ranks' time that was spent in useful steps, including their waits."""
         return self.share(Category.USEFUL, Category.WAITING)
 
     def to_json(self) -> dict[str, Any]:

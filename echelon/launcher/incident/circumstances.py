@@ -197,7 +197,7 @@ def _owns_host_memory(record: Record) -> bool | None:
 def _owns_device_memory(text: str) -> bool | None:
     """Return whether the job itself used up a device's memory, according to torch's error.
 
-    Return None if the error lacks the figures.
+    Return None if the error does not contain the figures.
     """
     capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
     if capacity is None or own is None:

@@ -99,7 +99,7 @@ class Collection:
         """Describe the incident in its folder, and rename the folder to its final name.
 
         Args:
-            probes: what was measured before the attempt, one sentence per probe.
+            probes: the measurements made before the attempt, as one sentence per probe.
 
         Raises:
             OSError: the incident cannot be written.

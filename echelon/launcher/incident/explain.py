@@ -93,7 +93,7 @@ class Analysis:
     def begin(self, incident: Path, shown: Path, columns: int | None) -> None:
         """Send an incident to the child process.
 
-        `shown` is the path of the incident in the form that the user sees.
+        `shown` is the path of the incident as shown to the user.
         """
         self._shown = shown
         self._deadline_s = time.monotonic() + DEADLINE_S

@@ -37,7 +37,7 @@ class History:
 
     Args:
         fixed_s: the stall rule's limit, in seconds.
-        num_long: how many samples longer than `fixed_s` it takes for long durations to count as
+        num_long: the number of samples longer than `fixed_s` after which long durations count as
             normal.
     """
 
@@ -83,7 +83,7 @@ class History:
 
     @property
     def patience_s(self) -> float:
-        """How many seconds the stall rule waits for an operation; 0 if the fixed limit applies."""
+        """How long the stall rule waits for an operation, in seconds; 0 means the fixed limit."""
         if self._num_long > 0:
             return 0.0
         return min(PATIENCE_FACTOR * self._slowest_ns / 1e9, MAX_PATIENCE * self._fixed_s)

@@ -76,7 +76,7 @@ class Hook:
         self._guard.signal(self.index, signal.SIGKILL)
 
     def note_end(self, code: int | None, error: str = "") -> None:
-        """Print the rest of the command's output, and the reason if the command failed.
+        """Print the rest of the command's output and, if the command failed, the reason.
 
         Args:
             code: the command's exit code; None if the command could not be started.

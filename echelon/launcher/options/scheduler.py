@@ -61,7 +61,8 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def misuse(environ: Mapping[str, str]) -> str:
     """Return an error message if several launchers run on this node, and "" otherwise.
 
-    For Slurm, only the variables of a job step count, because a batch script has some of them too.
+    For Slurm, only the variables of a job step count, because a batch script also has some of
+    these.
     """
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")

@@ -1,8 +1,8 @@
 """Follow a live ring: report new durations, and the operations and phases that are open.
 
-A read decodes no text and examines at most the newest `MAX_NEW` operations, so it is cheap enough
-to be repeated twice a second. A duration may occasionally be wrong, because checksums are not
-verified. Pending operations are checked completely.
+Each reading decodes no text and examines at most the newest `MAX_NEW` operations, so it is cheap
+enough to be repeated twice a second. A duration may occasionally be wrong, because checksums are
+not verified. Pending operations are fully verified.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Send bytes and read replies on one of a client's connections. Every call has a deadline.
 
-Only one thread may read at a time, and only one thread may write at a time. A receive sleeps in the
-kernel for up to one second, then checks the deadline again.
+Only one thread may read at a time, and only one thread may write at a time. A receive call sleeps
+in the kernel for up to one second, and then checks the deadline again.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class TCPStore(Store):
 
     Raises:
         ValueError: `port`, `timeout` or `secret` is invalid.
-        StoreTimeoutError: no server came up, or not all workers joined, within the timeout.
+        StoreTimeoutError: no server could be reached, or not all workers joined, within the
+            timeout.
         StoreError: the master's address cannot be bound.
         StoreConnectionError: the server was reached but does not accept this client.
 

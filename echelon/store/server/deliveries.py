@@ -18,7 +18,7 @@ _PARKED_S: Final = 0.01  # before an answer that was put off is tried again, if 
 
 
 class Deliveries:
-    """The deliveries to one peer. The object is truthy if any answers are deferred."""
+    """The answers and events for one peer. The object is truthy if any answers are deferred."""
 
     __slots__ = ("_parked", "_peer")
 

@@ -284,7 +284,7 @@ class Hub:
             self.deliver_woken()
 
     def statistics(self) -> Generator[None, None, StoreStatistics]:
-        """Collect the server's statistics in slices."""
+        """Collect the server's statistics in time slices."""
         state = self.state
         value_bytes = yield from total_bytes(state)
         return StoreStatistics(

@@ -444,7 +444,7 @@ class Peer(asyncio.Protocol):
 
     @staticmethod
     def _next_slice(steps: Generator[None, None, list[bytes]]) -> list[bytes] | None:
-        """Run one step; return the answer after the last step, else None."""
+        """Run one step; return the answer if that was the last step, else None."""
         try:
             next(steps)
         except StopIteration as done:

@@ -1,4 +1,4 @@
-"""Produce answers that cover the whole store, in slices of time.
+"""Produce answers that cover the whole store, in time slices.
 
 Each function is a generator that yields between slices and returns the answer. The answer describes
 the store at the moment of the query. For four million keys, a server's default limit, the snapshot

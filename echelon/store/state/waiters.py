@@ -87,7 +87,7 @@ class Round:
     def missing_ranks(self, most: int = MAX_MISSING) -> list[int]:
         """Return up to `most` missing ranks, lowest first.
 
-        The result is empty if any arrival did not give its rank.
+        The result is empty if any caller arrived without giving its rank.
         """
         if len(self.by_rank) < len(self.arrivals):
             return []

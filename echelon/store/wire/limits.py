@@ -26,7 +26,7 @@ class Limits:
         reply_bytes: the maximum length of one reply.
         handshake_s: the time within which a connection must become a member.
         command_s: the time within which a started command must be completed. Every 64 KiB received
-            extends the limit by the same amount.
+            extends the limit by this time again.
     """
 
     key_bytes: int = 8192

@@ -80,7 +80,7 @@ class Opener:
         return bool(self._held)
 
     def open(self, data: bytes) -> bytes:
-        """Return the data of the records that the received bytes complete.
+        """Return the data of the records that have now been received in full.
 
         Raises:
             StoreProtocolError: a record was not created by the other end, or is out of order.

@@ -30,7 +30,7 @@ class Panel:
         scale: the factor by which the figure's values are multiplied.
         is_log: whether the axis is logarithmic when the values span more than a factor of ten.
         from_zero: whether the axis starts at 0.
-        is_noisy: whether single values mean little, so that a running median is drawn too.
+        is_noisy: whether the figure is so noisy that a running median is drawn too.
         beside: the name and the label of a second figure, which is drawn dashed.
     """
 

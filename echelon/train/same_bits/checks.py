@@ -19,7 +19,7 @@ from echelon.train.optimizers.muon import Muon
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse models whose bits depend on the number of ranks.
+    """Refuse models whose results depend on the number of ranks.
 
     Raises:
         ValueError: the model uses DistributedDataParallel or tensor parallelism.

@@ -167,7 +167,7 @@ class Roster:
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Return a sentence with the number and the names of the connected nodes."""
+        """Return a sentence that states the number and the names of the connected nodes."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
             f"{len(self._nodes)} of {self._min} required nodes connected within "

@@ -122,7 +122,7 @@ class HungRanks:
             incident.recovered = incident.is_survived = True
 
     def forget(self, rank: int) -> None:
-        """Forget why a rank was ended, now that another process has taken its place."""
+        """Forget why a rank was killed, now that another process has taken its place."""
         self._causes.pop(rank, None)
         self._incidents.pop(rank, None)
 

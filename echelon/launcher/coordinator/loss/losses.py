@@ -97,7 +97,7 @@ class Losses:
         return self._why_not(world, ended, self._reports.read(world))
 
     def note_hang(self, world: World, rank: int, cause: str) -> None:
-        """Record why a rank has been ended, before its loss is handled."""
+        """Record why a rank was killed, before its loss is handled."""
         self._follow(world)
         self._causes[rank] = cause
 

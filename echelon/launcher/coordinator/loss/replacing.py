@@ -1,10 +1,10 @@
 """Start processes to replace lost ranks, and let them join (`--on-loss replace`).
 
 The other ranks do not wait: they continue among themselves as under `--on-loss shrink`. A new
-process starts once the loss's incident has been collected, from a standby on its node if one is
-ready. It loads the program, reports that it has no state yet (`State.JOINING`), and is admitted by
-an epoch of its own, which the others enter at the end of a step. Until then it is not a rank, and
-the other ranks are not affected if it ends.
+process starts once the incident of the loss has been collected, from a standby on the rank's node
+if a standby is ready. The process loads the program and reports that it has no state yet
+(`State.JOINING`). It is then admitted by a separate epoch, which the other ranks enter at the end
+of a step. Until then, the process is not a rank, and the other ranks are not affected if it ends.
 
 [Note: no endless replacement] `--max-replacements` limits the number of replacement processes in a
 job. If a process ends on its own before it has joined, another process would end in the same way,
@@ -113,7 +113,7 @@ class Replacements:
         """Plan a replacement process for each lost rank whose node is still connected.
 
         Args:
-            ended: the ranks, with their exit codes.
+            ended: the exit codes of the lost ranks, keyed by rank.
         """
         self._follow(world)
         if not self._is_on:
@@ -186,7 +186,7 @@ class Replacements:
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
-        """Give up the places whose nodes were lost before a process was started."""
+        """Give up replacing ranks whose nodes were lost before a process was started."""
         wanted = self._at(_Stage.WANTED)
         gone = [rank for rank in wanted if world.node_of(rank) not in world.present]
         self._give_up(world, gone, "its node was lost")
@@ -303,7 +303,7 @@ class Replacements:
             self._kill(world, rank)
 
     def note_taken_back(self, world: World, now_s: float) -> list[decide.Event]:
-        """Handle admissions that `Admissions` has taken back; return events for the attempt."""
+        """Handle admissions that `Admissions` has withdrawn; return events for the attempt."""
         gone = [
             rank for rank in self._at(_Stage.ADMITTED) if not self._admissions.is_admitted(rank)
         ]

@@ -1,6 +1,6 @@
 """Read what the ranks of the current attempt report about themselves.
 
-Ranks on the hosting node report in files, and ranks on other nodes through their node's messages.
+Ranks on the hosting node report in files. Ranks on other nodes report in their node's messages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reports:
         return found
 
     def ready_there_ns(self) -> dict[int, int]:
-        """Return when each rank on another node was ready, on the clock of its node."""
+        """Return the time at which each rank on another node became ready, on its node's clock."""
         ready = ((rank, one.ready_there_ns) for rank, one in self._remote.items())
         return {rank: ns for rank, ns in ready if ns}
 

@@ -1,8 +1,8 @@
 """Define the table of the restart policy.
 
 The first row that fits a failure applies. The column `repeats` limits how often the same failure
-may occur again before a new step is completed. With 0, the job stops at the first occurrence, and
-with 1 at the second. With None, only `--max-restarts` applies. `docs/restarts.md` contains the
+may occur again before a new step is completed. With 0, the job stops at the first occurrence; with
+1, it stops at the second. With None, only `--max-restarts` applies. `docs/restarts.md` contains the
 table.
 """
 

@@ -110,7 +110,7 @@ class Probing:
         return self._next_s if self._round is None else self._round.due_s
 
     def begin(self, failure: Failure | None, attempt: int, now_s: float) -> None:
-        """Begin to probe the nodes that a failure casts suspicion on.
+        """Begin probing the nodes that are suspect after a failure.
 
         Args:
             failure: the failure; None means that no node is suspect.

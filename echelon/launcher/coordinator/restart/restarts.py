@@ -3,8 +3,8 @@
 The policy (`policy/policy.py`) decides what follows a failure, within `--max-restarts`. The loss of
 a node does not use up a restart, because the next world may succeed without the node. Once several
 attempts in a row have lost a node soon after they started, each further loss of this kind does use
-up a restart. This rule keeps the job from restarting indefinitely. A node that leaves, a
-preemption, or a stop by the user is not a failure.
+up a restart. This rule keeps the job from restarting indefinitely. Departures of nodes,
+preemptions, and stops by the user are not failures.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         hosts: the names of the nodes.
-        names: the names of the members of pairs: the hosts, or the ranks of a single host.
+        names: the names of the pairs' members: the hosts, or the ranks of a single host.
         pairs: the finding for each measured pair, keyed by the pair's members.
         nodes: the findings from each host's own probes.
         collective: the measurement across all ranks on the job's backend; None if there is none.
@@ -107,7 +107,7 @@ class Outcome:
 
 
 def note_ranks(outcome: Outcome, rows: Sequence[Sequence[float]]) -> None:
-    """Add the ranks' measurements of pairs, given as [rank, rank, latency in s, bytes per s]."""
+    """Add the ranks' pairwise measurements, each as [rank, rank, latency in s, bytes per s]."""
     for a, b, latency_s, bytes_per_s in rows:
         figures = {LATENCY: latency_s, SENT: bytes_per_s, RECEIVED: bytes_per_s}
         finding = _finding({"probe": NETWORK, "state": "whole", "text": "", "figures": figures})

@@ -84,7 +84,7 @@ class Standbys:
         )
 
     def prepare_for(self, ranks: Sequence[Identity], modules: Path) -> None:
-        """Set the ranks that standbys are kept for, and end the standbys that do not fit.
+        """Set the ranks for which standbys are kept, and end the standbys that no longer fit.
 
         Args:
             ranks: the environment and the processors of each rank of this node.

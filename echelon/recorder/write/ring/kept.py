@@ -37,7 +37,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class Kept:
-    """The part of a ring for kept operations. The caller must hold the writer's lock."""
+    """The part of a ring that holds kept operations. The caller must hold the writer's lock."""
 
     def __init__(self, memory: Any, live: Any, layout: Layout) -> None:
         self._memory = memory

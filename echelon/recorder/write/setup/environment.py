@@ -7,7 +7,7 @@
 | ECHELON_RECORD | 1: record all torch programs; 0: only programs that import echelon | user |
 | ECHELON_RECORD_OWNER | the process that records; its children do not record | recorder |
 | ECHELON_RING_DIR | a node-local folder for the rings | user |
-| ECHELON_STALL_TIMEOUT | the seconds that count as a stall without an agent (default 60) | user |
+| ECHELON_STALL_TIMEOUT | the stall limit in seconds if there is no agent (default 60) | user |
 | ECHELON_RECORDER_SIZE | the number of operations kept (default 4096); 0: no recording | user,
 launcher |
 | ECHELON_RECORDER_SPANS | the number of ended spans kept (default 1024) | user |

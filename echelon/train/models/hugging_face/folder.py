@@ -55,8 +55,8 @@ class HuggingFaceFolder:
         manifest: the tensors' names in echelon, their shapes and their dtypes.
 
     Raises:
-        CheckpointError: a file is missing or damaged; tensors are missing, unexpected or differ in
-            shape from the config; or a head differs from the embedding that it is tied to.
+        CheckpointError: a file is missing or damaged; tensors are missing or unexpected, or their
+            shapes differ from the config; or a head differs from the embedding that it is tied to.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, *, compare: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Map echelon's tensors to the tensors of `transformers`, which differ in names and layout.
+"""Map echelon's tensors to the tensors of `transformers`, whose names and layout differ.
 
 Llama's tensors are the same as echelon's, except for their names. GPT-2 stores its linear layers
 transposed, and stores queries, keys and values as one tensor: theirs = cat([ours.T, ours.T,
