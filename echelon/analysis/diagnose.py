@@ -1,6 +1,6 @@
-"""Turn a picture into a report: run the rules, choose the root, and order the findings.
+"""Turn a `Picture` into a report: run the rules, choose the root, and order the findings.
 
-The report lists the root first, then any further roots, then other endings.
+The report lists the root first, followed by any further roots and by the endings of other ranks.
 """
 
 from __future__ import annotations

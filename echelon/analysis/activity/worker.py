@@ -1,4 +1,4 @@
-"""Classify what a rank's child process is doing: data loading, compiling, checkpointing.
+"""Classify what a rank's child process is doing: data loading, compiling or checkpointing.
 
 The stack of a forked worker begins with its parent's frames. The worker's own frames follow them.
 """

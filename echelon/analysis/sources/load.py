@@ -1,6 +1,6 @@
 """Find and read the contents of a folder: an incident, a `dump/`, a run directory or foreign dumps.
 
-A folder is recognised by its contents, and a file by its first bytes. The rank is taken from the
+A folder is recognized by its contents, and a file by its first bytes. The rank is taken from the
 file name. An unreadable file causes a warning, and its rank becomes a suspect. A folder that is
 still being written (`.incident_<k>.partial`) is ignored.
 """

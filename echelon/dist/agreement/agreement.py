@@ -10,7 +10,7 @@ number returns True on all ranks. No rank can have passed that call, because eve
 or before it. A held rank waits only for the threads of other ranks, never for their programs, so a
 held rank cannot cause a deadlock.
 
-An all_reduce per step was rejected, because it would slow every step and synchronise ranks that are
+An all_reduce per step was rejected, because it would slow every step and synchronize ranks that are
 otherwise independent.
 """
 

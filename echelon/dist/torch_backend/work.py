@@ -103,7 +103,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return all(part.is_completed() for part in self._parts) and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return the operation's error; None if it succeeded or has not ended."""
+        """Return the operation's error, or None if the operation succeeded or has not ended."""
         errors = (part.exception() for part in self._parts)
         return next((error for error in errors if error is not None), None)
 

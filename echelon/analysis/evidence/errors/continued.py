@@ -96,7 +96,7 @@ class Continuation:
 
     @cached_property
     def _common(self) -> npt.NDArray[np.int64]:
-        """The keys of all collectives in `_since_error`, by which other ranks' rows are matched."""
+        """The keys of all collectives in `_since_error`, used to match other ranks' rows."""
         return np.unique(np.concatenate([_keys(rows) for rows in self._since_error.values()]))
 
     def _counts(self, rows: Rows) -> npt.NDArray[np.bool_]:

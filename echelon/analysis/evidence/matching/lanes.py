@@ -32,7 +32,7 @@ class Lanes:
         members: the global ranks of the members that left a record, in group order: [num_members].
         strangers: the global ranks of the members that left no record, in ascending order.
         sequences: the sequence number of each column, in ascending order: [num_columns].
-        rows: the index of each cell's row among the member's rows, or ABSENT: [num_members,
+        rows: for each cell, the index of its row among the member's rows, or ABSENT: [num_members,
             num_columns].
     """
 

@@ -13,7 +13,7 @@ _NODE_HEIGHT, _COLUMN, _ROW = 34, 420, 54
 
 
 def render_graph(drawing: Drawing, culprits: set[int]) -> str:
-    """Return the graph as a section of the page; "" if no rank is waiting."""
+    """Return the graph as a section of the page, or "" if no rank is waiting."""
     if not drawing.edges:
         return ""
     deepest = max(node.layer for node in drawing.nodes)

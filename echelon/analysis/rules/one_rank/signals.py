@@ -36,7 +36,7 @@ def innermost_span(facts: RankEvidence) -> Span | None:
 
 
 def heartbeat_age_s(facts: RankEvidence) -> float:
-    """Return the age of the Python heartbeat in seconds; 0 if unknown or recent."""
+    """Return the age of the Python heartbeat in seconds, or 0 if it is unknown or recent."""
     beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:

@@ -68,7 +68,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
 
 
 def _world(picture: Picture) -> tuple[str, ...]:
-    """Warn that a rank may be missing, if no record states the number of ranks."""
+    """If no record states the number of ranks, warn that a rank may be missing."""
     if not picture.evidence.is_world_inferred:
         return ()
     size = picture.evidence.world_size

@@ -1,6 +1,6 @@
 """Read a folder of torch's flight recorder dumps as evidence.
 
-Dumps are recognised by their first bytes, and ranks by the number in the file name. Each host may
+A dump is recognized by its first bytes, and its rank is the number in the file name. Each host may
 have its own subfolder. torch's group names are unique only within a process. If a dump does not
 list a group's members, the members are inferred from the ranks that used the group, and the group
 is marked as `vague`.

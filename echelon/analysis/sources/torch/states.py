@@ -10,9 +10,9 @@
   called |
 
 The entries show which recorder wrote them. The name of an operation begins with its backend's name,
-and torchcomms describes a group by its backend. A recorder that knows states has written at least
-one state other than "scheduled". If a recorder knows only the calls, `TorchGroups` compares the
-calls between ranks.
+and torchcomms describes a group by its backend. A recorder that tracks states has written at least
+one state other than "scheduled". If a recorder tracks only calls, `TorchGroups` compares the calls
+between ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Convert the times of device work to the host's monotonic clock.
 
 A tie is an event whose time on the host's clock is known. The time of a later event is the time of
-the tie plus the time that has elapsed since. Elapsed times are float32, so ties are renewed from
+the tie plus the time that has elapsed since. Elapsed times are float32, so a new tie is made from
 time to time to preserve the resolution.
 """
 

@@ -62,7 +62,7 @@ class Segment:
         return self._bytes[start : start + self.slot_bytes]
 
     def typed(self, rank: int, parity: int, like: Flat, count: int) -> Flat:
-        """Return the first `count` items of a slot in the dtype of `like`."""
+        """Return the first `count` items of a slot as an array with the dtype of `like`."""
         return self.slot(rank, parity)[: count * like.itemsize].view(like.dtype)
 
     def ring_words(self, sender: int, receiver: int) -> tuple[int, int]:

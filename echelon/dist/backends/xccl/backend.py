@@ -332,7 +332,7 @@ class XcclEngine:
     def _reduce_scatter_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Exchange parts padded to the longest part's length, and sum them here in rank order."""
+        """Exchange parts padded to the longest part's length, and sum them in rank order."""
         longest = max(operation.input_splits)
         if not longest:
             return

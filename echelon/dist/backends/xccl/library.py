@@ -90,7 +90,7 @@ def _folders() -> Iterator[Path]:
 def check(device: str) -> str:
     """Return why the library cannot be loaded for a kind of device, or "" if it can.
 
-    The library is loaded in a separate process, which leaves this process unchanged.
+    The library is loaded in a separate process, so that this process is left unchanged.
     """
     if folder() is None:
         return (

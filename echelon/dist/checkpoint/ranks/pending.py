@@ -125,8 +125,8 @@ def _finish_at_shutdown() -> None:
 def _finish_at_exit() -> None:
     """Wait for the program's last save, and make the program fail if the save failed.
 
-    Python ignores exceptions in exit handlers, so this function ends the process itself. It first
-    does the work of echelon's other exit handlers.
+    Python ignores exceptions in exit handlers, so this function ends the process itself. Before
+    that, it does the work of echelon's other exit handlers.
     """
     error = finish()
     if error is None:

@@ -46,7 +46,7 @@ def split(
     num_stages: int,
     costs: Sequence[float] | None = None,
 ) -> list[nn.Module]:
-    """Divide consecutive layers into stages, minimising the cost of the most expensive stage.
+    """Divide consecutive layers into stages, minimizing the cost of the most expensive stage.
 
     The stages' parameters keep the names that they have in the whole model, so that a checkpoint of
     the stages can be loaded into the model and into any other number of stages. Layers given as a

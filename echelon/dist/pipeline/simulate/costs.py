@@ -64,7 +64,7 @@ class Costs:
             raise ValueError("bandwidth must be above 0")
 
     def duration(self, action: Action) -> float:
-        """Return the duration of an action; 0 if the action is not a computation."""
+        """Return the duration of an action, or 0 if the action is not a computation."""
         if action.kind is Kind.OVERLAP:
             return self.overlap * sum(self.duration(part) for part in action.parts)
         if not action.is_compute:

@@ -72,7 +72,7 @@ class Incoming:
         self._expected: dict[Thing, Tensors] = {}
 
     def want(self, thing: Thing) -> None:
-        """Mark results up to `thing` as wanted, and post the receives that are possible now."""
+        """Mark results up to `thing` as needed, and post the receives that are already possible."""
         if self._place[thing] >= self._num_wanted:
             self._num_wanted = self._place[thing] + 1
             self.advance()
