@@ -147,7 +147,7 @@ def init(
 
     In a process that takes the place of a lost rank (`echelon run --on-loss replace`), the call
     returns at once. The world already has its full size and its rank numbers, but refuses all
-    operations until `resilient.run` has let the process join the others.
+    operations until `resilient.run` has let the process join the other ranks.
 
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None means "shm" if
@@ -331,7 +331,7 @@ def join_after() -> int | None:
     """Return the epoch that was newest when this process was started to replace a lost rank.
 
     Returns:
-        None if this process was started together with the others, or has joined them.
+        None if this process was started with the other ranks or has already joined them.
 
     Raises:
         ValueError: there is no world.

@@ -32,7 +32,7 @@ def summing_of(operation: Operation) -> str:
 
 
 def wide_of(operation: Operation) -> str:
-    """Return the dtype in which each level reduces; for 16-bit sums and products, it is float32."""
+    """Return the dtype in which each level reduces: float32 for 16-bit sums and products."""
     rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
     return "float32" if rounds else operation.dtype
 

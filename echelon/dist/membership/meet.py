@@ -90,7 +90,7 @@ def exchange(
 
 
 def arrive(members: Members, store: Store, key: str, mine: Any) -> None:
-    """Do this rank's part of an `exchange`, without waiting for other ranks."""
+    """Perform this rank's part of an `exchange`, without waiting for other ranks."""
     store.set(f"{key}/{members.rank}", json.dumps(mine))
     if store.add(f"{key}/arrived", 1) == members.size:
         store.set(f"{key}/gate", b"1")

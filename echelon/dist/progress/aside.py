@@ -19,8 +19,8 @@ def make_aside(
         make: a function that may block in a library without being interruptible.
         drop: called with the result, on either thread, to release it if the caller has stopped
             waiting.
-        check: called every 0.1 s while waiting. If it raises an exception, that exception is raised
-            here, and `make` is abandoned on its thread.
+        check: called every 0.1 s while waiting. If it raises an exception, this function raises the
+            same exception and abandons `make` on its thread.
 
     Raises:
         Exception: an exception that `make` or `check` raised.

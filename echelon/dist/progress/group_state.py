@@ -237,7 +237,7 @@ class GroupState:
                     self._settle(work)
 
     def settle(self, work: Work) -> None:
-        """Record the end of an operation, after those of all operations that ended earlier.
+        """Record the end of an operation, after the ends of all operations that ended earlier.
 
         If the operation is still running on a device, its end is recorded later.
         """

@@ -82,7 +82,8 @@ def run(
             was already called in this process.
         CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
             too few ranks are left or no rank has died.
-        SystemExit: with code 0, in a process that is waiting to join when the others have finished.
+        SystemExit: with code 0, in a process that is still waiting to join when the other ranks
+            finish.
 
     Example:
         >>> from echelon.train.same_bits import SameBits

@@ -377,7 +377,7 @@ class TorchRows:
 
 
 def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]:
-    """Return the highest counters of each pair, given rows with torch's original counters."""
+    """Return the highest counters of each (name, description) pair in torch's original rows."""
     found: dict[int, Tops] = {}
     for pair, local in locals_.items():
         mine = rows["group"] == pair

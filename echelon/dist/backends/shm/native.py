@@ -160,7 +160,7 @@ class NativeEngine:
         return dict(self._engine.statistics())
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing, because submitted operations start at once."""
+        """Return a context manager that does nothing: submitted operations start at once."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

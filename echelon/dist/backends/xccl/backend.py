@@ -215,7 +215,7 @@ class XcclEngine:
         return self._shared.lane.submit(lambda: self._carry_out(operation, watch))
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context manager that does nothing, as operations are queued when submitted."""
+        """Return a context manager that does nothing: operations are queued when submitted."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

@@ -22,7 +22,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
             state = load("runs/gpt", state)     # the same one, or an older one if it is damaged
 
     Rank 0 searches and sends the result to the other ranks. If no group exists yet, each rank
-    searches by itself. A checkpoint counts as complete if it was committed and all its files have
+    searches on its own. A checkpoint counts as complete if it was committed and all its files have
     the right sizes. Rank 0 warns about every newer checkpoint that it skips.
 
     Args:

@@ -109,7 +109,10 @@ def _hash(text: str) -> int:
 
 
 def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
-    """Return every rank's rows. Equal rows are sent by only one rank."""
+    """Return every rank's rows.
+
+    If several ranks have equal rows, only one of them sends its rows.
+    """
     packed = b"".join(_ROW.pack(*row) for row in sorted(rows))
     digests = peers.all_gather(hashlib.blake2b(packed, digest_size=16).digest())
     if len(set(digests)) == 1:

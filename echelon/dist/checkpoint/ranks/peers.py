@@ -1,7 +1,7 @@
 """Find the ranks that save and load together.
 
 The ranks are those of echelon's world or of torch.distributed's default group. If neither exists,
-this process saves and loads by itself.
+this process saves and loads on its own.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Run:
         ended: the units' forward passes since the last run, in the order they ended.
         begun: the same forward passes, in the order they began.
         is_again: whether this run repeats the last one through retained graphs. If so, `begun` is
-            that of the last run, and units that this run does not reach are skipped.
+            taken from the last run, and units that this run does not reach are skipped.
 
     Attributes:
         recordings: the recordings that took part, once the run is finished.

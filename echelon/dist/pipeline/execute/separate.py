@@ -25,7 +25,9 @@ class Listener(Protocol):
     def random(
         self, stage: Stage, microbatch: int, state: torch.Tensor | None
     ) -> AbstractContextManager[object]:
-        """Return a context that sets, and then restores, the random generators for a forward pass.
+        """Return a context manager that sets the random generators for a forward pass.
+
+        The context manager restores the generators afterwards.
 
         Args:
             stage: the stage whose forward pass runs.

@@ -269,7 +269,7 @@ class Training(Generic[_T]):
             raise PeerLostError(str(err), operation="join", ranks=err.ranks) from err
 
     def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Do this rank's part of a hand-over. Collective."""
+        """Perform this rank's part of a hand-over. Collective."""
         if group.rank == source:
             for place in newcomers:
                 send_state(group, place, self._kept_state().contents)
