@@ -81,7 +81,9 @@ class LimitRule:
         self._begun_ns = now_ns
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
-        """Return the early examination that is now due, or None. Each examination is returned once.
+        """Return the early examination that is now due, or None.
+
+        Each examination is returned only once.
 
         Args:
             views: one view per node that has not been lost; None for a node that has not reported

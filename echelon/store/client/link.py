@@ -130,7 +130,10 @@ class Link:
         return calls
 
     def write(self, query: int, body: bytes, deadline: Deadline) -> None:
-        """Send a query that is answered only if refused. Raises the same errors as `start`."""
+        """Send a query that is answered only if it is refused.
+
+        Raises the same errors as `start`.
+        """
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread is still sending a call")
         try:

@@ -161,7 +161,10 @@ class Session:
     def write(
         self, operation: str, key: bytes, query: int, body: bytes, deadline: Deadline
     ) -> None:
-        """Send a query that is answered only if refused. The next call then raises an error."""
+        """Send a query that is answered only if it is refused.
+
+        If the query is refused, the next call raises an error.
+        """
         link = self.link(operation, key, deadline)
         try:
             link.write(query, body, deadline)

@@ -63,7 +63,7 @@ class Restarts:
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Return whether an attempt failed. Being stopped from outside is not a failure."""
+        """Return whether an attempt failed, rather than being stopped from outside."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 

@@ -47,7 +47,9 @@ _SEVERITIES = {"incident": SeverityNumber.ERROR, "restart": SeverityNumber.WARN}
 
 
 class Failures(logging.Handler):
-    """A counter of failed exports. The first failure is reported at once, and the total at the end.
+    """A counter of failed exports.
+
+    The first failure is reported immediately, and the total at the end.
 
     The counter is also a logging handler that receives the SDK's messages about failed exports.
     """
