@@ -69,9 +69,14 @@ class _World:
         return self.world
 
     def make(self, ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
-        """Create a group under a path in the store; return None if this rank is not a member."""
+        """Create a group under a path in the store; return None if this rank is not a member.
+
+        If this process has not joined the other ranks yet, the group refuses all operations.
+        """
         if self.rendezvous.rank not in ranks:
             return None
+        if self.is_joining:
+            return self.maker.make_absent(ranks, name, self.timeout_s)
         store = PrefixStore(path, self.store)
         return self.maker.make(ranks, name, store, self.timeout_s)
 

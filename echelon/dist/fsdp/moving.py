@@ -15,16 +15,18 @@ from echelon.dist.group import ProcessGroup
 
 
 @uncompiled_call
-def move(module: nn.Module, group: ProcessGroup) -> None:
+def move(module: nn.Module, group: ProcessGroup, num_replicas: int = 1) -> None:
     """Divide a model's parameters among the ranks of another group. Collective.
 
     Gradients are dropped, and the shards' values become undefined. The caller must set the values
     and the optimizer's state through `shards`. The previous group may be broken.
 
     Args:
-        module: a model sharded over one group, without replicas. A number passed as
-            `reshard_after_forward` stays if it divides the new group's size; see `near_size_in`.
+        module: a model whose units are all sharded over one group or one mesh. A number passed as
+            `reshard_after_forward` stays if it divides the ranks of a replica; see `near_size_in`.
         group: the ranks to divide the parameters among.
+        num_replicas: into how many replicas of the model to divide the group, a divisor of its
+            size. The ranks of a replica are consecutive.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -32,19 +34,29 @@ def move(module: nn.Module, group: ProcessGroup) -> None:
     units = sorted(units_of(module), key=lambda unit: unit.number)
     before = driver_of(units[0])
     assert all(driver_of(unit) is before for unit in units), "units of several groups"
-    driver = Driver(group, None)
-    group.__dict__.setdefault("_echelon_drivers", []).append(driver)
+    among, replicas = _axes(group, num_replicas)
+    driver = Driver(among, replicas)
+    among.__dict__.setdefault("_echelon_drivers", []).append(driver)
     driver.order.budget.num_bytes = before.order.budget.num_bytes
     for unit in units:
         flat_numbers = [driver.next_flat() for _ in unit.flats]
-        near_size = near_size_in(unit.near_size, group.size)
+        near_size = near_size_in(unit.near_size, among.size)
         near = driver.near(near_size) if near_size else None
-        unit.move(group, near, driver.next_unit(), flat_numbers, driver.memory)
+        unit.move(among, replicas, near, driver.next_unit(), flat_numbers, driver.memory)
         driver.add(unit)
         hooks.follow_move(unit)
     for unit in units:
         unit.borrow_again()
         driver.measure(unit)
+
+
+def _axes(group: ProcessGroup, num_replicas: int) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """Return the ranks of this rank's replica, and the ranks that hold the same shards."""
+    if num_replicas == 1:
+        return group, None
+    num_shards = group.size // num_replicas
+    among = group.split(group.rank // num_shards, group.rank, f"{group.name}/shard")
+    return among, group.split(group.rank % num_shards, group.rank, f"{group.name}/replicate")
 
 
 def near_size_in(requested: int, group_size: int) -> int:

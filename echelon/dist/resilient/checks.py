@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.dist.dtensor import is_dtensor
 from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.fsdp.parameters.unit import Unit, units_of
+from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.group import ProcessGroup
 
 
@@ -30,8 +31,11 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
             "resilient.run does not support DTensors: a rank's parts are lost with the rank. Use "
             "fully_shard, or restart from a checkpoint"
         )
-    for unit in units_of(model):
+    units = units_of(model)
+    for unit in units:
         _check_unit(unit, world)
+        if driver_of(unit) is not driver_of(units[0]):
+            raise _cannot_continue(unit, f"is not sharded over the same mesh as {units[0]}")
     for name, buffer in model.named_buffers():
         places = zip(buffer.stride(), buffer.shape, strict=True)
         if any(stride == 0 and length > 1 for stride, length in places):
@@ -67,14 +71,28 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_unit(unit: Unit, world: ProcessGroup) -> None:
-    reason = ""
-    if any(flat.group is not world for flat in unit.flats):
-        reason = "is not sharded over the world"
-    elif any(flat.replicas is not None for flat in unit.flats):
-        reason = "is sharded with replicas (mesh= with two axes)"
-    elif unit.device.type != "cpu":
-        reason = f"is on {unit.device}, where copies of shards have not been tried"
-    if reason:
-        raise ValueError(
-            f"resilient.run cannot continue with this sharded model after a loss: {unit} {reason}"
-        )
+    driver = driver_of(unit)
+    if not _covers(driver.group, driver.replicas, world):
+        raise _cannot_continue(unit, "is not sharded over all ranks of the world, in their order")
+    if unit.device.type != "cpu":
+        where = f"is on {unit.device}, where copies of shards have not been tried"
+        raise _cannot_continue(unit, where)
+
+
+def _covers(among: ProcessGroup, replicas: ProcessGroup | None, world: ProcessGroup) -> bool:
+    """Return whether two groups are this rank's row and column in a grid of all ranks."""
+    num_replicas = 1 if replicas is None else replicas.size
+    row, column = divmod(world.rank, among.size)
+    ranks = list(world.ranks)
+    columns = ranks[column :: among.size] if replicas is None else list(replicas.ranks)
+    return (
+        among.size * num_replicas == world.size
+        and list(among.ranks) == ranks[row * among.size : (row + 1) * among.size]
+        and columns == ranks[column :: among.size]
+    )
+
+
+def _cannot_continue(unit: Unit, reason: str) -> ValueError:
+    return ValueError(
+        f"resilient.run cannot continue with this sharded model after a loss: {unit} {reason}"
+    )

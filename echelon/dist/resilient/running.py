@@ -18,7 +18,8 @@ from echelon.dist.resilient.checks import check_model, check_optimizer, check_un
 from echelon.dist.resilient.epochs import News
 from echelon.dist.resilient.joining import Joins
 from echelon.dist.resilient.kept import KeptState, Stateful
-from echelon.dist.resilient.sharded import ShardedState
+from echelon.dist.resilient.replicas import Replicas
+from echelon.dist.resilient.sharded import ShardedState, num_replicas_of
 from echelon.dist.resilient.training.replicated import Training, named
 from echelon.dist.resilient.training.sharded import ShardedTraining
 from echelon.dist.resilient.training.world import World
@@ -39,6 +40,7 @@ def run(
     also: Sequence[Stateful] = (),
     on_commit: Callable[[int, _T], None] | None = None,
     from_checkpoint: Callable[[], int] | None = None,
+    num_replicas: Callable[[int], int] | None = None,
 ) -> None:
     """Train the steps `first` to `total - 1`, and continue if ranks are lost.
 
@@ -62,9 +64,9 @@ def run(
             numbers. It must not use gradients from an earlier step, and must not catch
             CollectiveError.
         model: the model. Every rank must have all of it, or `fully_shard` must have divided it
-            among all ranks of the world. After a loss, a sharded model is divided among the
-            remaining ranks; after a join, among these and the new ranks. Modules and parameters
-            stay the same objects.
+            among all ranks of the world, with or without replicas. After a loss, a sharded model is
+            divided among the remaining ranks; after a join, among these and the new ranks. Modules
+            and parameters stay the same objects.
         optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.
         first: the number of the first step.
@@ -75,11 +77,15 @@ def run(
         from_checkpoint: called for a sharded model if all copies of a shard are lost. It loads the
             newest checkpoint into `model`, `optimizer` and `also`, and returns the number of the
             first step to train. All later steps are trained and committed again. Collective.
+        num_replicas: for a sharded model, returns the number of its replicas, given the number of
+            ranks, of which it must be a divisor. None means as many as at the start, or the next
+            lower number that is a divisor.
 
     Raises:
-        ValueError: there is no world, `model` can be neither copied nor restored, `prepare` has
-            sharded a part of the model, unsharded state differs between ranks, or a protected `run`
-            was already called in this process.
+        ValueError: there is no world, `model` can be neither copied nor restored, `num_replicas`
+            returns a number that is not possible, `prepare` has sharded a part of the model,
+            unsharded state or replicas of a shard differ between ranks, or a protected `run` was
+            already called in this process.
         CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
             too few ranks are left or no rank has died.
         SystemExit: with code 0, in a process that is still waiting to join when the other ranks
@@ -105,6 +111,11 @@ def run(
     group = runtime.world()
     check_model(model, group)
     check_optimizer(model, optimizer)
+    units = units_of(model)
+    if num_replicas is not None and not units:
+        raise ValueError("num_replicas= has no effect on a model that is not sharded")
+    replicas = Replicas(num_replicas_of(model), num_replicas)
+    replicas.check(group.size)
     if not first <= total:
         raise ValueError(f"first={first} is above total={total}")
     is_protected = on_loss() in (SHRINK, REPLACE) and group.size > 1
@@ -118,7 +129,6 @@ def run(
         )
     if is_protected:
         _claim()
-    units = units_of(model)
 
     def prepared(world: World) -> Callable[[int], _T]:
         compute = prepare(world)
@@ -127,7 +137,7 @@ def run(
 
     training: Training[_T]
     if units:
-        sharded = ShardedState(model, optimizer, also)
+        sharded = ShardedState(model, optimizer, also, replicas)
         training = ShardedTraining(
             prepared, sharded, first, total, on_commit, joins, from_checkpoint,
             is_protected=is_protected,

@@ -17,14 +17,15 @@ from torch import nn
 from echelon.dist.fsdp.control import reshard
 from echelon.dist.fsdp.moving import move, near_size_in
 from echelon.dist.fsdp.parameters.unit import Unit, units_of
-from echelon.dist.fsdp.states import shards
+from echelon.dist.fsdp.states import optimizer_state, shards
 from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.choice import Choice, Offer, Version, choose
 from echelon.dist.resilient.copies.shards import ShardsRestore, ShardsWriter
-from echelon.dist.resilient.copies.world import WorldCopies, collected
+from echelon.dist.resilient.copies.world import WorldCopies, collected, sets_of
 from echelon.dist.resilient.digest import digest
 from echelon.dist.resilient.kept import KeptState, Stateful
+from echelon.dist.resilient.replicas import Replicas
 
 
 class ShardedState:
@@ -34,13 +35,19 @@ class ShardedState:
         model: the model.
         optimizer: the optimizer of the model's parameters.
         also: other objects whose state the steps change. Their state must be equal on all ranks.
+        replicas: how many replicas of the model a world has; None means one, or as many as now.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, also: Sequence[Stateful] = ()
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        also: Sequence[Stateful] = (),
+        replicas: Replicas | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._replicas = replicas or Replicas(num_replicas_of(model))
         self._rest = [KeptState(model, optimizer, also) for _ in range(2)]
         self._rest_steps = [-1, -1]
         self._syncs = [self._live_syncs() for _ in range(2)]  # if each unit reduces its gradients
@@ -56,7 +63,7 @@ class ShardedState:
 
     def enter(self, group: ProcessGroup, epoch: int) -> None:
         """Prepare for copies in a new world, and keep the copies of earlier worlds. Collective."""
-        self._worlds.append(WorldCopies(group, epoch))
+        self._worlds.append(WorldCopies(group, epoch, num_replicas_of(self._model)))
 
     def keep(self, step: int) -> None:
         """Copy the state at the start of a step.
@@ -87,13 +94,15 @@ class ShardedState:
         del self._worlds[:-1]
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that all state that is not sharded is equal on all ranks. Collective.
+        """Check that all state that should be equal on several ranks is. Collective.
+
+        This is all state that is not sharded, and shards of which there are replicas.
 
         Raises:
             ValueError: a part differs between ranks, or cannot be compared.
         """
         mine = {what: digest(value) for what, value in self._rest[self._at].parts().items()}
-        rows = group.all_gather_object(mine)
+        rows, shards_rows = zip(*group.all_gather_object((mine, self._digests())), strict=True)
         for what, found in mine.items():
             if any(row.get(what) != found for row in rows):
                 raise ValueError(
@@ -101,6 +110,17 @@ class ShardedState:
                     f"all ranks, because state that exists only on a lost rank could not be "
                     f"restored: {what} differs"
                 )
+        for alike in sets_of(group.size, num_replicas_of(self._model)):
+            _check_replicas([group.ranks[place] for place in alike], shards_rows, alike)
+
+    def _digests(self) -> dict[str, str]:
+        """Return a hash of each shard and its optimizer's state if there are replicas of it."""
+        if num_replicas_of(self._model) == 1:
+            return {}
+        return {
+            name: digest([shard.data, optimizer_state(self._optimizer, shard)])
+            for name, shard in shards(self._model).items()
+        }
 
     # ---- after a loss ----
 
@@ -114,7 +134,7 @@ class ShardedState:
         ]
         return {
             "offers": offers,
-            "rosters": [(one.epoch, one.roster) for one in self._worlds],
+            "sets": [(one.epoch, one.sets) for one in self._worlds],
             "steps": [step for step in self._rest_steps if step >= 0],
         }
 
@@ -186,6 +206,9 @@ class ShardedState:
 
     def _sharding(self) -> list[Any]:
         """Return the settings that determine the units' collectives, except the number of ranks."""
+        return [self._replicas.initial, self._unit_facts()]
+
+    def _unit_facts(self) -> list[Any]:
         names = {one.parameter: name for name, one in shards(self._model).items()}
         return [
             [
@@ -233,7 +256,7 @@ class ShardedState:
     def _forget_shards(self, group: ProcessGroup) -> None:
         for shard in shards(self._model).values():
             self._optimizer.state.pop(shard.parameter, None)
-        move(self._model, group)
+        move(self._model, group, self._replicas.agreed_number(group))
         self._note_near_sizes(group)
 
     def _note_near_sizes(self, group: ProcessGroup) -> None:
@@ -265,5 +288,26 @@ def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:
         rank: [Offer(Version(step, epoch), owner) for epoch, step, owner in row["offers"]]
         for rank, row in rows.items()
     }
-    rosters = {int(epoch): roster for row in rows.values() for epoch, roster in row["rosters"]}
-    return choose(offers, rosters)
+    sets = {int(epoch): found for row in rows.values() for epoch, found in row["sets"]}
+    return choose(offers, sets)
+
+
+def num_replicas_of(model: nn.Module) -> int:
+    """Return the number of replicas of a sharded model; 1 if it is not sharded."""
+    for unit in units_of(model):
+        replicas = driver_of(unit).replicas
+        return 1 if replicas is None else replicas.size
+    return 1
+
+
+def _check_replicas(
+    ranks: Sequence[int], rows: Sequence[Mapping[str, str]], places: Sequence[int]
+) -> None:
+    first = rows[places[0]]
+    for rank, place in zip(ranks, places, strict=True):
+        for name, found in rows[place].items():
+            if found != first[name]:
+                raise ValueError(
+                    f"resilient.run restores a lost shard from any replica, but the shard of "
+                    f"{name!r} on rank {rank} differs from its replica on rank {ranks[0]}"
+                )

@@ -65,26 +65,42 @@ def test_the_newest_state_that_is_complete_is_chosen():
         0: _offers((4, 0, 0), (5, 0, 0), (4, 0, 1)),  # rank 1 died before its copy of step 5
         2: _offers((4, 0, 2), (5, 0, 2)),
     }
-    chosen = choose(offers, {0: [0, 1, 2]})
+    chosen = choose(offers, {0: [[0], [1], [2]]})
     assert chosen.version == Version(4, 0)
     assert chosen.holders == {0: 0, 1: 0, 2: 2}
 
 
 def test_the_copies_of_an_earlier_world_count_until_all_of_the_next_one_exist():
-    rosters = {0: [0, 1, 2, 3], 1: [0, 1, 2]}
+    sets = {0: [[0], [1], [2], [3]], 1: [[0], [1], [2]]}
     old = [(7, 0, owner) for owner in range(4)]
     offers = {0: _offers(*old, (7, 1, 0)), 2: _offers((7, 0, 2), (7, 1, 2))}
-    assert choose(offers, rosters).version == Version(7, 0)
+    assert choose(offers, sets).version == Version(7, 0)
     offers[2] += _offers((7, 1, 1))
-    assert choose(offers, rosters).version == Version(7, 1)
+    assert choose(offers, sets).version == Version(7, 1)
 
 
 def test_a_shard_that_no_rank_has_is_named():
     offers = {0: _offers((3, 0, 0), (4, 0, 0)), 1: _offers((3, 0, 1), (4, 0, 1))}
     with pytest.raises(CopiesLostError, match=r"shards of rank 2, 3 are lost \(step 4\)"):
-        choose(offers, {0: [0, 1, 2, 3]})
+        choose(offers, {0: [[0], [1], [2], [3]]})
     with pytest.raises(CopiesLostError, match="no rank has a copy"):
         choose({0: []}, {})
+
+
+def test_of_ranks_with_the_same_shards_one_copy_is_enough_and_a_living_owner_reads_its_own():
+    offers = {
+        0: _offers((4, 0, 0), (4, 0, 1), (5, 0, 0)),  # it also reads what rank 1 has left
+        2: _offers((4, 0, 2), (5, 0, 2)),
+        3: _offers((4, 0, 3)),
+    }
+    chosen = choose(offers, {0: [[0, 2], [1, 3]]})
+    assert chosen.version == Version(4, 0)
+    assert chosen.holders == {0: 0, 3: 3}
+    del offers[3]
+    assert choose(offers, {0: [[0, 2], [1, 3]]}).holders == {0: 0, 1: 0}
+    offers[0] = _offers((5, 0, 0))
+    with pytest.raises(CopiesLostError, match=r"shards of rank 1, 3 are lost \(step 5\)"):
+        choose(offers, {0: [[0, 2], [1, 3]]})
 
 
 def _written(memory, values, step=3):

@@ -113,7 +113,7 @@ def test_a_rank_that_began_to_join_offers_what_it_has():
     row = training._row(Epoch(number=1, roster=(0,), lost=()))
     assert row["joins"]
     assert row["offers"] == [(0, 4, 0)]
-    new = {"begun": -1, "offers": [], "rosters": [], "steps": [], "joins": True}
+    new = {"begun": -1, "offers": [], "sets": [], "steps": [], "joins": True}
     training._agree(Epoch(number=1, roster=(0, 1), lost=()), [row, new])
     assert training._places([row, new]) == (0, [1]), "only the other one needs the rest"
 

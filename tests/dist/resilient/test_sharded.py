@@ -136,11 +136,11 @@ def test_a_finished_step_that_is_computed_again_is_counted(training):
     with pytest.raises(CollectiveError, match="torn"):
         training.train(resilient.World(dist.world(), 0, ()))
     assert training._row(epoch)["begun"] == 3, "steps 0, 1 and 2"
-    rosters = [(0, (0, 1, 2))]
+    sets = [(0, [[0], [1], [2]])]
     both = [(0, step, owner) for owner in (0, 2) for step in (5, 6)]
     rows = [
-        {"begun": 7, "offers": both, "rosters": rosters},
-        {"begun": 6, "offers": [(0, 5, 1)], "rosters": rosters},
+        {"begun": 7, "offers": both, "sets": sets},
+        {"begun": 6, "offers": [(0, 5, 1)], "sets": sets},
     ]
     assert training._agree(epoch, rows) == (5, 2), "step 5, which was finished, and step 6"
     rows[0]["begun"] = 6

@@ -15,6 +15,7 @@ import echelon.dist as dist
 from echelon.dist import checkpoint, resilient, runtime
 from echelon.dist.backends.shm import rendezvous
 from echelon.dist.fsdp import fully_shard
+from echelon.dist.mesh import DeviceMesh
 from echelon.dist.resilient import epochs, joining, kept, sharded
 from echelon.dist.resilient.copies import memory, shards
 from echelon.dist.resilient.training import sharded as sharded_training
@@ -118,8 +119,9 @@ def _believe_to_be_on(host: int) -> None:
 class Training:
     """One rank's training, with what is to kill it.
 
-    Its layout is "" (replicated), "sharded", "sharded and saved", or "near": sharded,
-    and kept among two neighbours after a forward.
+    Its layout is "" (replicated), "sharded", "near" (sharded, and kept among two neighbours after a
+    forward), or "hsdp" (two replicas, where the number of ranks is even). "sharded and saved" and
+    "hsdp and saved" also save a checkpoint.
 
     Args:
         full: the number of ranks that take part in the end. From step FULL_FROM on, a step of fewer
@@ -142,13 +144,18 @@ class Training:
         self.newest_join = 0
         self.held: tuple[joining.Joins, Epoch] | None = None
         self.has_stopped = False
-        self.saves = layout == "sharded and saved"
+        self.saves = layout.endswith(" and saved")
+        self.has_replicas = layout.startswith("hsdp")
         self.from_checkpoint = self._load if self.saves else None
         self.model = make(seed=rank)
         if layout:
+            mesh = None
+            if self.has_replicas:
+                mesh = DeviceMesh((2, dist.world().size // 2), ("replicate", "shard"))
+            near = 2 if layout == "near" else True
             for block in self.model.blocks:
-                fully_shard(block, reshard_after_forward=2 if layout == "near" else True)
-            fully_shard(self.model, ignored_params=[self.model.unused])
+                fully_shard(block, mesh=mesh, reshard_after_forward=near)
+            fully_shard(self.model, mesh=mesh, ignored_params=[self.model.unused])
         torch.manual_seed(3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.98)
@@ -166,6 +173,8 @@ class Training:
 
     def prepare(self, world: resilient.World) -> Any:
         self.worlds.append((world.epoch, world.lost, world.group.size))
+        if self.has_replicas:
+            assert sharded.num_replicas_of(self.model) == 2 - world.group.size % 2
         if world.epoch:
             self._die_at("prepare", self.step)
         same = SameBits(

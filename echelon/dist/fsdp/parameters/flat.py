@@ -217,17 +217,19 @@ class Flat:
 
     # ---- making ----
 
-    def move(self, group: ProcessGroup, number: int, memory: Memory) -> None:
+    def move(
+        self, group: ProcessGroup, replicas: ProcessGroup | None, number: int, memory: Memory
+    ) -> None:
         """Divide the vector among the ranks of another group. All values become undefined.
 
         Args:
             group: the ranks to divide the vector among.
+            replicas: the ranks that keep a copy of this rank's new chunk, or None.
             number: the number of this flat within the new group.
             memory: the memory that all flats of the new group share.
         """
-        assert self.replicas is None, "a flat with replicas cannot be moved"
         self._works.clear()
-        self.group, self.number = group, number
+        self.group, self.replicas, self.number = group, replicas, number
         self.layout = self._plan([piece.shape for piece in self.layout.pieces])
         self._memory = memory
         self.full = memory.make_storage(self.layout.numel, self.compute_dtype, self.device)

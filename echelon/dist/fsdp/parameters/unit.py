@@ -101,6 +101,7 @@ class Unit:
     def move(
         self,
         group: ProcessGroup,
+        replicas: ProcessGroup | None,
         near: ProcessGroup | None,
         number: int,
         flat_numbers: Sequence[int],
@@ -110,6 +111,7 @@ class Unit:
 
         Args:
             group: the ranks to divide the unit among.
+            replicas: the ranks that keep copies of this rank's new chunks, or None.
             near: the ranks of the new group that gather the unit again for backward, or None.
             number: the unit's number within the new group.
             flat_numbers: the numbers of the unit's flats within the new group.
@@ -117,7 +119,7 @@ class Unit:
         """
         self.near = near
         for flat, its_number in zip(self.flats, flat_numbers, strict=True):
-            flat.move(group, its_number, memory)
+            flat.move(group, replicas, its_number, memory)
             flat.show_shards()
         old = self.entry
         self.entry = self._new_entry(number, old.name, depth=old.depth, reshard=old.reshard)

@@ -89,8 +89,8 @@ class Choice:
 
     Attributes:
         version: the newest state for which survivors hold copies of all shards.
-        holders: for each rank of the state's epoch, a survivor that can read a copy of the rank's
-            shards.
+        holders: a survivor that can read the rank's copy, for each rank of the state's epoch, or
+            for one rank of each set that holds the same shards.
     """
 
     version: Version
@@ -101,12 +101,43 @@ class CopiesLostError(Exception):
     """All copies of some rank's shards have been lost, so no state is complete."""
 
 
-def choose(offers: Mapping[int, Iterable[Offer]], rosters: Mapping[int, Sequence[int]]) -> Choice:
+Sets = Sequence[Sequence[int]]  # of ranks with the same shards; one rank each without replicas
+
+
+def without_replicas_elsewhere(
+    partners: Sequence[int | None], sets: Sets, places: Sequence[Hashable]
+) -> list[int | None]:
+    """Return the partners of the ranks that need one, although there may be replicas of the model.
+
+    Args:
+        partners: see `partners_of`.
+        sets: the ranks that hold the same shards.
+        places: the place of each rank, or its machine if there are several machines.
+
+    Returns:
+        The partners; None for the ranks whose shards another place has anyway.
+
+    Example:
+        >>> without_replicas_elsewhere([2, 3, 0, 1], [[0, 2], [1, 3]], ["a", "a", "b", "b"])
+        [None, None, None, None]
+        >>> without_replicas_elsewhere([2, 3, 0, 1], [[0, 1], [2, 3]], ["a", "a", "b", "b"])
+        [2, 3, 0, 1]
+    """
+    found = list(partners)
+    for alike in sets:
+        if len({places[rank] for rank in alike}) > 1:
+            for rank in alike:
+                found[rank] = None
+    return found
+
+
+def choose(offers: Mapping[int, Iterable[Offer]], sets: Mapping[int, Sets]) -> Choice:
     """Return the newest state for which survivors hold copies of all shards.
 
     Args:
         offers: the copies that each survivor can read.
-        rosters: the ranks of each epoch from which copies are offered.
+        sets: the ranks of each epoch from which copies are offered, in sets that hold the same
+            shards.
 
     Raises:
         CopiesLostError: no state has copies of all its shards.
@@ -118,17 +149,23 @@ def choose(offers: Mapping[int, Iterable[Offer]], rosters: Mapping[int, Sequence
             if offer.owner == survivor or offer.owner not in found[offer.version]:
                 found[offer.version][offer.owner] = survivor
     for version in sorted(found, reverse=True):
-        if set(rosters[version.epoch]) <= set(found[version]):
-            return Choice(version, found[version])
-    raise CopiesLostError(_missing(found, rosters))
+        holders = found[version]
+        owners = [_owner(alike, holders) for alike in sets[version.epoch]]
+        if None not in owners:
+            return Choice(version, {one: holders[one] for one in owners if one is not None})
+    raise CopiesLostError(_missing(found, sets))
 
 
-def _missing(
-    found: Mapping[Version, Mapping[int, int]], rosters: Mapping[int, Sequence[int]]
-) -> str:
+def _owner(alike: Sequence[int], holders: Mapping[int, int]) -> int | None:
+    """Return the rank whose copy is read for a set, preferably one that reads its own copy."""
+    offered = [rank for rank in alike if rank in holders]
+    return min(offered, key=lambda rank: (holders[rank] != rank, rank), default=None)
+
+
+def _missing(found: Mapping[Version, Mapping[int, int]], sets: Mapping[int, Sets]) -> str:
     if not found:
         return "no rank has a copy of any state"
     newest = max(found)
-    gone = sorted(set(rosters[newest.epoch]) - set(found[newest]))
-    named = ", ".join(map(str, gone))
+    lost = [alike for alike in sets[newest.epoch] if _owner(alike, found[newest]) is None]
+    named = ", ".join(map(str, sorted(rank for alike in lost for rank in alike)))
     return f"all copies of the shards of rank {named} are lost (step {newest.step})"

@@ -18,7 +18,12 @@ import torch
 
 from echelon.dist.channel import Channel
 from echelon.dist.group import ProcessGroup
-from echelon.dist.resilient.copies.choice import Offer, Version, partners_of
+from echelon.dist.resilient.copies.choice import (
+    Offer,
+    Version,
+    partners_of,
+    without_replicas_elsewhere,
+)
 from echelon.dist.resilient.copies.filling import crc_of
 from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp
 from echelon.dist.resilient.copies.shards import ShardsWriter
@@ -44,23 +49,28 @@ class WorldCopies:
     Args:
         group: the world's group.
         epoch: the world's epoch.
+        num_replicas: the number of replicas of the model; see `fsdp.moving.move`.
 
     Attributes:
         epoch: the world's epoch.
         roster: the world's ranks, as numbered by the launcher.
+        sets: the world's ranks, in sets that hold the same shards.
         own_rank: this rank, as numbered by the launcher.
 
     Raises:
         CollectiveError: a rank was lost, or the memory of a rank at this place cannot be opened.
     """
 
-    def __init__(self, group: ProcessGroup, epoch: int) -> None:
+    def __init__(self, group: ProcessGroup, epoch: int, num_replicas: int = 1) -> None:
         self.epoch = epoch
         self.roster = tuple(group.ranks)
+        sets = sets_of(group.size, num_replicas)
+        self.sets = [[self.roster[place] for place in alike] for alike in sets]
         self._group = group
         places = [tuple(one) for one in group.all_gather_object(_place())]
         machines = [place[0] or place for place in places]  # by boot id, if that can be read
-        partners = partners_of(places, machines)
+        apart = machines if len(set(machines)) > 1 else places
+        partners = without_replicas_elsewhere(partners_of(places, machines), sets, apart)
         me = group.rank
         self._is_one_place = len(set(places)) == 1
         self.own_rank = self.roster[me]
@@ -264,6 +274,17 @@ def _broadcast(group: ProcessGroup, copy: torch.Tensor | None, root: int) -> tor
     if crc_of(copy) != crc:
         raise CollectiveError("a copy of a rank's shards was damaged in transit")
     return copy
+
+
+def sets_of(size: int, num_replicas: int) -> list[list[int]]:
+    """Return the ranks of a group in sets that hold the same shards.
+
+    Example:
+        >>> sets_of(6, 2), sets_of(2, 1)
+        ([[0, 3], [1, 4], [2, 5]], [[0], [1]])
+    """
+    num_shards = size // num_replicas
+    return [list(range(place, size, num_shards)) for place in range(num_shards)]
 
 
 def _place() -> list[Any]:

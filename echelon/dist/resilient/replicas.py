@@ -1,0 +1,73 @@
+"""Decide how many replicas of a sharded model a new world has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from echelon.dist.group import ProcessGroup
+
+
+class Replicas:
+    """The number of replicas of a sharded model, for each number of ranks.
+
+    Args:
+        initial: the number at the start.
+        number_for: the program's function from the number of ranks to the number of replicas. None
+            means as many as at the start, or the next lower number that divides the ranks.
+
+    Attributes:
+        initial: the number at the start.
+
+    Example:
+        >>> replicas = Replicas(4)
+        >>> [replicas.number(size) for size in (8, 7, 6)]
+        [4, 1, 3]
+    """
+
+    def __init__(self, initial: int, number_for: Callable[[int], int] | None = None) -> None:
+        self.initial = initial
+        self._number_for = number_for
+
+    def check(self, size: int) -> None:
+        """Check that the program's function returns the number that the program started with.
+
+        Raises:
+            ValueError: the function returns another number, or one that does not divide the ranks.
+        """
+        found = self.number(size)
+        if found != self.initial:
+            raise ValueError(
+                f"num_replicas({size}) returned {found}, but the model was given to fully_shard "
+                f"with {self.initial} replicas"
+            )
+
+    def number(self, size: int) -> int:
+        """Return the number for a world of `size` ranks.
+
+        Raises:
+            ValueError: the program's function returned something that does not divide the ranks.
+        """
+        if self._number_for is None:
+            fitting = (one for one in range(min(self.initial, size), 0, -1) if size % one == 0)
+            return next(fitting)
+        found = self._number_for(size)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1 or size % found:
+            raise ValueError(
+                f"num_replicas({size}) must return a divisor of {size}, but returned {found!r}"
+            )
+        return found
+
+    def agreed_number(self, group: ProcessGroup) -> int:
+        """Return the number for a world, which must be equal on all of its ranks. Collective.
+
+        Raises:
+            ValueError: the program's function returned different numbers.
+            CollectiveError: a rank was lost.
+        """
+        found = self.number(group.size)
+        if self._number_for is None:
+            return found
+        every = group.all_gather_object(found)
+        if any(one != found for one in every):
+            raise ValueError(f"num_replicas({group.size}) differs between ranks: {every}")
+        return found
