@@ -1,4 +1,4 @@
-"""Provide ordered connections between two ranks, independent of all other calls.
+"""Provide independent, ordered connections between two ranks.
 
 A channel is a negative tag, which user messages cannot have. The two ends agree on the tag through
 the store, so neither end waits for the other.

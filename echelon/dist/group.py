@@ -213,7 +213,7 @@ class ProcessGroup(Collectives, PointToPoint):
         return self._make_group(ranks, title, f"split/{number}/{color}")
 
     def channel(self, peer: int, name: str) -> Channel:
-        """Return an ordered channel to another rank, independent of all other operations.
+        """Return an independent, ordered channel to another rank.
 
         Both ends must call this method, but neither end waits for the other. The first use of a
         name accesses the store. The same name always gives the same channel. A channel carries both

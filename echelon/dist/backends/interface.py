@@ -1,9 +1,9 @@
 """Define the contract between a process group and the engines that carry out its operations.
 
 An engine carries out the operations of one group after they have been checked: it prepares,
-launches and polls them. It does not check arguments, number or record operations, or decide which
-rank is at fault, and it keeps no "broken", "aborted" or "closed" flag. `progress/group_state.py`
-does all of that for every engine.
+launches and polls them. It does not check arguments, assign operation numbers, record operations or
+decide which rank is at fault, and it keeps no "broken", "aborted" or "closed" flag.
+`progress/group_state.py` does all of that for every engine.
 
 Order: collectives run in the order in which they are submitted. Messages run concurrently with
 collectives, and stay in order per peer and tag.

@@ -1,4 +1,4 @@
-"""Compute sums of squares in fixed blocks of elements, independent of shard boundaries.
+"""Compute sums of squares over fixed blocks of elements, regardless of shard boundaries.
 
 A parameter is divided into blocks of 1024 elements, counted from its first element. The squares
 within a block are added pairwise by halving, in float64, and the blocks of a parameter are added in

@@ -89,8 +89,8 @@ def load_source(
 
     Args:
         path: the path to show in errors and in the black box.
-        open_source: a function that returns the source. It is called on every rank, with the ranks
-            that load as its argument.
+        open_source: a function that returns the source. Every rank calls it, with the loading ranks
+            as the argument.
         state: the state to fill.
 
     Raises:

@@ -1,8 +1,8 @@
 """Align the hosts' clocks once, at `init`, by finding each clock's offset from rank 0's clock.
 
 Ranks that share rank 0's clock (on a single host, all ranks) do not need an offset. On every other
-host, one rank asks rank 0 for the time several times, through the store's queues, and passes the
-result to the other ranks on its host. Rank 0 knows how many questions to expect, and stops after
+host, one rank repeatedly asks rank 0 for the time, through the store's queues, and passes the
+offset to the other ranks on its host. Rank 0 knows how many questions to expect, and stops after
 the last question.
 """
 

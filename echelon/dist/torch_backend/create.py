@@ -1,7 +1,7 @@
 """Create the echelon group behind a torch group.
 
-Torch passes its store, a rank and a size. The members join through that store, so a second
-rendezvous is not needed. A program may also use echelon's own `init`.
+Torch passes its store, a rank and a size to the backend. The members join through that store, so a
+second rendezvous is not needed. A program may also use echelon's own `init`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Convert torch's tensors to the form that groups accept: one contiguous input and one output.
 
-Torch passes lists of tensors, tensors with gaps, and complex tensors. Tensors that already form one
-piece of memory are used in place. Other tensors go through a buffer, from which `finish` copies the
-result back.
+Torch passes lists of tensors, non-contiguous tensors, and complex tensors. Tensors that already
+form one piece of memory are used in place. Other tensors go through a buffer, from which `finish`
+copies the result back.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def source(tensor: Tensor) -> Tensor:
 
 
 def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Return a contiguous buffer for a result, and a function that copies it into `tensor`.
+    """Return a contiguous buffer for a result, and a function that copies the result into `tensor`.
 
     The function is None if `tensor` itself is contiguous and serves as the buffer.
     """

@@ -10,8 +10,8 @@
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
 
 Before every collective the ranks exchange their calls, so a mismatch raises an error that names the
-ranks. The exchange also carries up to 256 bytes of data (`inline.py`), and serves as the barrier
-operation. Messages have their own connections (`sockets.py`).
+ranks. The exchange also carries up to 256 bytes of data (`inline.py`), and doubles as the barrier.
+Messages have their own connections (`sockets.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run oneCCL on Intel GPUs, with arrays on "xpu" and torch.xpu's streams.
 
-See `device/engines/stream.py` for the execution of operations. This module was written from
+See `device/engines/stream.py` for how operations are executed. This module was written from
 oneCCL's header and has never run on an Intel GPU. The tests use a fake device, and check that each
 call matches its declaration in the header.
 

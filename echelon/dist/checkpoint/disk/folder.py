@@ -12,8 +12,8 @@ complete, so a complete version always exists.
 [Note: stale writers] A writer may outlive its save, for example if the disk hangs past the timeout.
 Every save therefore generates a token, which is part of the hidden folder's name, of each rank's
 index and of the commit mark. A stale writer uses only names inside its own hidden folder, so it
-cannot damage another version. A folder is renamed before its files are removed, which makes the
-stale writer's next call fail.
+cannot damage another version. A folder is renamed before its files are removed, so the stale
+writer's next call fails.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def sums(data: Tensor) -> Tensor:
     """View the elements as 32-bit words in rows of 1024; return int64 sums of the rows and columns.
 
     Any change to at most three words changes at least one sum. The result is on the tensor's
-    device, and is about 1/500 the size of the data.
+    device, and is about 1/500 of the size of the data.
     """
     flat = data.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % (4 * _COLUMNS)))

@@ -24,8 +24,8 @@ class Pages:
     """The idle memory of released storages, which is still mapped at their addresses.
 
     Args:
-        limit: a function that returns how many bytes may be idle. If `limit` is None, as many bytes
-            may be idle as other storages can use.
+        limit: a function that returns how many bytes may be idle. None limits the idle memory to
+            what other storages can use.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None) -> None:

@@ -298,7 +298,7 @@ class Order:
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
         """Return whether the backward pass is expected to begin with this unit.
 
-        For an outermost unit without inner units, the answer is False, because other units may
+        For an outermost unit without inner units, the result is False, because other units may
         follow it.
         """
         if at_end and not entry.outer:

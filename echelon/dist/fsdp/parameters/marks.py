@@ -4,8 +4,8 @@
     a unit's parameter (shard or leaf)        its member
     the gradient of a shard                   True, for functions that see only gradients
 
-Because the mark is an attribute, `copy.deepcopy` of a model reaches the unit, which refuses to be
-copied.
+Because the mark is an attribute, copying a model with `copy.deepcopy` reaches the unit, which
+raises an error.
 """
 
 from __future__ import annotations

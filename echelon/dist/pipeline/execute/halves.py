@@ -17,7 +17,7 @@ together with the gradients of the inputs:
 
 * parameters of nodes that do not lead to an input, where nothing can be deferred;
 * parameters attached to several nodes, because the engine adds their contributions in its own
-  order, which has to be kept;
+  order, which must be preserved;
 * parameters of a Python `autograd.Function`, because the function would compute everything twice.
 
 A hook that changes a gradient runs twice, once in each half. If you use such hooks, choose a

@@ -3,7 +3,7 @@
 Rank r holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of the V,
 and rank 0 holds both ends. If forward, input gradients and weight gradients take equal time, ranks
 idle only during the ramp of p - 1 chunks, and no rank holds more activations than rank 0 does in
-1F1B. (The schedule is Qi et al.'s, "Pipeline Parallelism with Controllable Memory".)
+1F1B. (The schedule is from Qi et al., "Pipeline Parallelism with Controllable Memory".)
 
 The schedule is regular for 2p - 1 or more micro-batches. With fewer micro-batches, the order for 2p
 - 1 micro-batches is used, and the missing micro-batches are left out.
