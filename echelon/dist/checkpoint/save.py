@@ -25,6 +25,7 @@ from echelon.dist.checkpoint.remote.store import Remote, place_of
 from echelon.dist.checkpoint.remote.version import RemoteUnfinished
 from echelon.dist.checkpoint.state.collect import Contents, collect
 from echelon.dist.checkpoint.state.held import Held
+from echelon.dist.errors.build import named
 from echelon.errors import CheckpointError
 from echelon.recorder import last_step, span
 from echelon.recorder.checkpoints import note_checkpoint
@@ -284,9 +285,10 @@ class _Job:
         if not lost or is_there():  # completed just now
             return
         root = self.unfinished.final.parent
-        shown = ", ".join(map(str, lost))
+        were = "was" if len(lost) == 1 else "were"
         raise _LostPartError(
-            (f"{root}: the checkpoint was not saved, because rank {shown} was lost"), path=str(root)
+            f"{root}: the checkpoint was not saved, because {named(lost)} {were} lost",
+            path=str(root),
         )
 
     def _require_time(self, deadline_s: float) -> None:

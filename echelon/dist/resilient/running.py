@@ -15,12 +15,13 @@ from echelon.dist import runtime
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.membership.environment import on_loss
 from echelon.dist.resilient.checks import check_model, check_optimizer, check_units
+from echelon.dist.resilient.copies.choice import named
 from echelon.dist.resilient.epochs import News
 from echelon.dist.resilient.joining import Joins
 from echelon.dist.resilient.kept import KeptState, Stateful
 from echelon.dist.resilient.replicas import Replicas
 from echelon.dist.resilient.sharded import ShardedState, num_replicas_of
-from echelon.dist.resilient.training.replicated import Training, named
+from echelon.dist.resilient.training.replicated import Training
 from echelon.dist.resilient.training.sharded import ShardedTraining
 from echelon.dist.resilient.training.world import World
 from echelon.errors import PeerLostError

@@ -44,7 +44,7 @@ def test_a_rank_that_is_cut_off_never_commits_another_step(tmp_path, undisturbed
     assert {size for _, seen, _ in others for _, _, size in seen} == {4, 3}
     assert "the launcher counts this rank as lost" in error
     assert (worlds, commits) == ([(0, (), 4)], [0, 1, 2, 3])
-    assert agent.said[0] == "rank 3 is lost; continuing with rank 0, 1, 2"
+    assert agent.said[0] == "rank 3 is lost; continuing with ranks 0, 1 and 2"
 
 
 def test_a_rank_that_exits_with_0_in_the_middle_is_named_at_once(tmp_path):

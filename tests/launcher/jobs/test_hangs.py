@@ -69,7 +69,7 @@ def test_a_frozen_rank_is_ended_and_its_step_is_repeated(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "rank 1 hangs (frozen_process); ending it" in done.stderr
-    assert "rank 1 is lost; continuing with rank 0, 2" in done.stderr
+    assert "rank 1 is lost; continuing with ranks 0 and 2" in done.stderr
     assert "continued without rank 1 (frozen_process), with 2 of 3 ranks in " in done.stderr
     assert "step 5 repeated, 0 steps lost" in done.stderr
     assert [rank["exit_code"] for rank in report["ranks"]] == [0, -9, 0]

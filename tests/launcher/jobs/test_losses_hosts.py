@@ -90,7 +90,7 @@ def test_a_rank_dies_and_then_its_host_is_cut_off(tmp_path):
     told = "\n".join(line for node in nodes for line in node.lines)
     assert codes == [0, 1], told
     for line in (
-        "rank 2 is lost; continuing with rank 0, 1",
+        "rank 2 is lost; continuing with ranks 0 and 1",
         "rank 1 is lost; continuing with rank 0",
         "continued with 1 of 3 ranks in ",
         "1 of 3 ranks finished successfully",

@@ -145,7 +145,7 @@ def test_a_killed_rank_is_replaced_and_the_bits_are_those_of_an_undisturbed_run(
     assert len(set(_bits(done))) == 1, done.stdout
     assert [size for _, size in _bits(done)] == ["3", "3", "3"]
     for line in (
-        "rank 1 is lost; continuing with rank 0, 2",
+        "rank 1 is lost; continuing with ranks 0 and 2",
         "continued with 2 of 3 ranks in ",
         "step 5 repeated, 0 steps lost",
         "a new process takes the place of rank 1",

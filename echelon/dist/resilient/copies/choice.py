@@ -167,5 +167,11 @@ def _missing(found: Mapping[Version, Mapping[int, int]], sets: Mapping[int, Sets
         return "no rank has a copy of any state"
     newest = max(found)
     lost = [alike for alike in sets[newest.epoch] if _owner(alike, found[newest]) is None]
-    named = ", ".join(map(str, sorted(rank for alike in lost for rank in alike)))
-    return f"all copies of the shards of rank {named} are lost (step {newest.step})"
+    ranks = sorted(rank for alike in lost for rank in alike)
+    return f"all copies of the shards of {named(ranks)} are lost (step {newest.step})"
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Format rank numbers as "rank 1", or "ranks 1, 2 and 3"."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from echelon.dist import runtime
 from echelon.dist.group import ProcessGroup
-from echelon.dist.resilient.copies.choice import CopiesLostError
+from echelon.dist.resilient.copies.choice import CopiesLostError, named
 from echelon.dist.resilient.epochs import Epochs, Superseded
 from echelon.dist.resilient.handover import check_alike, receive_state, send_state
 from echelon.dist.resilient.joining import (
@@ -347,7 +347,8 @@ def _why_not(epoch: Epoch) -> str:
     if epoch.left:
         return f"{named(epoch.left)} left before its last step, with exit code 0"
     if epoch.done:
-        return f"{named(epoch.done)} has finished all steps"
+        has = "has" if len(epoch.done) == 1 else "have"
+        return f"{named(epoch.done)} {has} finished all steps"
     if runtime.own_rank() not in epoch.roster:
         return (
             "the launcher counts this rank as lost, since its node could not be reached, and the "
@@ -356,19 +357,15 @@ def _why_not(epoch: Epoch) -> str:
     return ""
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Format a list of ranks for a message."""
-    return f"rank {', '.join(map(str, ranks))}"
-
-
 def _why_none(err: CollectiveError, waited_s: float) -> str:
     """Return the likely reason why the launcher has not published an epoch."""
     if isinstance(err, JoinDue):
         return f"the launcher has not published a newer epoch within {waited_s:g} s"
     if not isinstance(err, PeerLostError):
         return f"no rank was lost within {waited_s:g} s of this error"
-    ranks = ", ".join(map(str, err.ranks))
+    is_gone, it = ("is gone", "it") if len(err.ranks) == 1 else ("are gone", "them")
     return (
-        f"rank {ranks} is gone, but the launcher has not counted it as lost within {waited_s:g} s. "
+        f"{named(err.ranks)} {is_gone}, but the launcher has not counted {it} as lost within "
+        f"{waited_s:g} s. "
         "A rank that leaves by itself, with whatever exit code, is not lost: see why it left"
     )

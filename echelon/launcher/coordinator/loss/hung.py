@@ -15,10 +15,10 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.coordinator.loss.losses import Losses
+from echelon.launcher.coordinator.loss.losses import Losses, named
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.table import row_for
 from echelon.launcher.coordinator.world import World
@@ -79,7 +79,7 @@ class HungRanks:
         self._dying |= set(ranks)
         self._until_s = now_s + self._dies_s
         hang, them = ("hangs", "it") if len(ranks) == 1 else ("hang", "them")
-        self._say(f"{_ranks(ranks)} {hang} ({failure.cause}); ending {them}")
+        self._say(f"{named(ranks)} {hang} ({failure.cause}); ending {them}")
         for node in failure.nodes:
             own = [rank for rank in ranks if rank in world.nodes[node]]
             if own:
@@ -96,7 +96,7 @@ class HungRanks:
         busy = computing(failure)
         if busy:
             verb = "is" if len(busy) == 1 else "are"
-            return f"{_ranks(busy)} {verb} computing, or may be, and may finish that"
+            return f"{named(busy)} {verb} computing, or may be, and may finish that"
         limit = row_for(failure).repeats
         if limit is not None and sum(failure.repeats(one) for one in self._former) >= limit:
             at = f" ({failure.site})" if failure.site else ""
@@ -137,7 +137,7 @@ class HungRanks:
         """
         if self._world is None or now_s < self._until_s:
             return None
-        found = _ranks(sorted(self._dying))
+        found = named(sorted(self._dying))
         self._dying.clear()
         self._until_s = float("inf")
         return f"{found} survived SIGKILL for {self._dies_s:g} s; the attempt ends", self._world
@@ -148,9 +148,3 @@ def computing(failure: Failure) -> tuple[int, ...]:
     if failure.cause not in _MAY_COMPUTE:
         return ()
     return tuple(rank for rank in failure.culprit_ranks if rank not in failure.idle_ranks)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """Format rank numbers as "rank 1", or "ranks 1, 2 and 3"."""
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -132,8 +132,8 @@ class Losses:
         self.admissions.note_lost(ended)
         verb = "is" if len(ended) == 1 else "are"
         awaited = self._epochs.awaited
-        left = named(awaited.roster if awaited else ())
-        self._say(f"{who} {verb} lost; continuing with {left}")
+        left = f"; continuing with {named(awaited.roster)}" if awaited else ""
+        self._say(f"{who} {verb} lost{left}")
         return True
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
@@ -267,5 +267,6 @@ def _is_own_end(code: int) -> bool:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Format rank numbers as "rank 1, 2"."""
-    return f"rank {', '.join(map(str, ranks))}"
+    """Format rank numbers as "rank 1", or "ranks 1, 2 and 3"."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -123,7 +123,7 @@ def test_a_job_whose_last_step_lost_a_rank_fails_even_if_all_others_exit_with_0(
         directory.make_rank_dir(rank, 0)
         stands(rank, State.PROTECTED)
     job.take(job.host, m.WorkerEnded(attempt=0, rank=0, code=-signal.SIGKILL))
-    assert "rank 0 is lost; continuing with rank 1, 2" in job.terminal.text
+    assert "rank 0 is lost; continuing with ranks 1 and 2" in job.terminal.text
     for rank in (1, 2):
         stands(rank, State.DONE)
         job.take(job.host, m.WorkerEnded(attempt=0, rank=rank, code=0))
@@ -283,7 +283,7 @@ def test_all_ranks_of_a_lost_node_are_lost_in_one_epoch(tmp_path, monkeypatch):
     told = Epoch.unpack(store.values["continuation/1/epoch"])
     assert told == Epoch(number=1, roster=(0, 1), lost=(2, 3))
     assert "continuation/2/epoch" not in store.values
-    assert "rank 2, 3 are lost; continuing with rank 0, 1" in job.terminal.text
+    assert "ranks 2 and 3 are lost; continuing with ranks 0 and 1" in job.terminal.text
     assert job.commands(m.Stop) == []
     job.coordinator.close()
 
@@ -297,7 +297,7 @@ def test_a_rank_on_another_node_is_lost_and_its_node_stays(tmp_path, monkeypatch
     job = _on_two_nodes(tmp_path / "second", monkeypatch)
     _stands(job, 0)
     job.take(job.other, m.WorkerEnded(attempt=0, rank=3, code=-signal.SIGKILL))
-    assert "rank 3 is lost; continuing with rank 0, 1, 2" in job.terminal.text
+    assert "rank 3 is lost; continuing with ranks 0, 1 and 2" in job.terminal.text
     for rank in range(2):
         folder = RunDirectory(tmp_path / "second", "").rank_dir(rank, 0)
         monkeypatch.setenv("ECHELON_RANK_DIR", str(folder))
@@ -316,7 +316,7 @@ def test_where_another_node_may_host_the_job_the_loss_of_a_node_is_a_failure(tmp
     _stands(job, 0)
     job.take(job.other, m.Left(reason="no heartbeat"))
     why = "with failover=true, the loss of a node ends the attempt"
-    assert f"cannot continue without rank 2, 3: {why}" in job.terminal.text
+    assert f"cannot continue without ranks 2 and 3: {why}" in job.terminal.text
     assert job.coordinator._meeting.values == {}
     job.coordinator.close()
 
@@ -334,7 +334,7 @@ def test_a_hung_rank_is_killed_by_its_own_node_and_its_stall_is_the_only_inciden
     assert job.commands(m.KillRanks) == [m.KillRanks(attempt=0, ranks=[3])]
     assert job.commands(m.KillRanks, job.other) == job.commands(m.KillRanks)
     job.take(job.other, m.WorkerEnded(attempt=0, rank=3, code=-signal.SIGKILL))
-    assert "rank 3 is lost; continuing with rank 0, 1, 2" in job.terminal.text
+    assert "rank 3 is lost; continuing with ranks 0, 1 and 2" in job.terminal.text
     assert incident.recovered
     assert world.attempt.deadline_s is None, "another incident would be collected"
     assert job.commands(m.Stop) == []
@@ -437,7 +437,7 @@ def stalled(tmp_path, monkeypatch):
 def test_a_culprit_that_is_lost_before_its_verdict_ends_the_stall(stalled, culprits):
     """If another rank still hangs, that is a second stall, with a verdict of its own."""
     stalled.end(3)
-    assert "rank 3 is lost; continuing with rank 0, 1, 2" in stalled.job.terminal.text
+    assert "rank 3 is lost; continuing with ranks 0, 1 and 2" in stalled.job.terminal.text
     assert (stalled.incident.recovered, stalled.world.rule.is_stalled) == (True, False)
     stalled.explain(culprit_ranks=culprits)
     assert (stalled.killed(), stalled.job.commands(m.Stop)) == ([], [])
