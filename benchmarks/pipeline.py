@@ -430,7 +430,7 @@ def free_port() -> int:
 def show_head(preset: str, arguments: argparse.Namespace) -> None:
     print(f"\n{preset}: {PRESETS[preset]}, {arguments.microbatches} micro-batches, "
           f"{arguments.rounds} rounds, medians")  # fmt: skip
-    print("| schedule | torch, gloo (ms) | ours, shm | x torch | ours, gloo | x torch "
+    print("| schedule | torch, gloo (ms) | echelon, shm | x torch | echelon, gloo | x torch "
           "| simulated | shm / simulated | processor, shm x torch | gloo x torch |")  # fmt: skip
     print("|---|" + "---|" * 9, flush=True)
 

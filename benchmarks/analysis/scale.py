@@ -365,7 +365,7 @@ def _line(options: argparse.Namespace, plan: Plan, kind: str, below: str) -> str
         theirs = measure_torch_analyzer(folder, options.torch_timeout)
     columns = [
         f"{plan.ranks:,}",
-        f"{kind}'s" if kind == "torch" else "ours",
+        f"{kind}'s",
         *ours.columns(),
         *(theirs.columns() if theirs else ["-", "-", "-"]),
     ]

@@ -334,7 +334,7 @@ def line(shape: Shape, plan: Plan, options: argparse.Namespace) -> str:
         if shape.is_torchs:
             theirs = measure_torch_analyzer(folder, options.torch_timeout)
     columns = theirs.columns() if theirs else ["-", "-", "-"]
-    whose = "torch's" if shape.is_torchs else "ours"
+    whose = "torch's" if shape.is_torchs else "echelon's"
     cells = [shape.name, f"{plan.ranks:,}", whose, *ours.columns(), *columns]
     return "| " + " | ".join(cells) + " |"
 

@@ -37,7 +37,7 @@ from benchmarks.runner.options import finish, parser
 from benchmarks.runner.place import ROOT
 from benchmarks.runner.rounds import Case, Samples, measure
 
-COLUMNS = tuple((title, "left") for title in ("probe", "torchrun", "ours", "bar", "met"))
+COLUMNS = tuple((title, "left") for title in ("probe", "torchrun", "echelon", "bar", "met"))
 LIMIT_S = 45.0  # how long a probe waits for a reaction
 GONE_LIMIT_S = 5.0
 CLOCK_OFF_S = 900  # a quarter of an hour
@@ -351,7 +351,7 @@ PROBES = (
     ),
     Probe(
         name="node_silent",
-        title="a node is stopped by SIGSTOP, ours with `lost_after=2.5`: until the new world",
+        title="a node is stopped by SIGSTOP, echelon with `lost_after=2.5`: until the new world",
         run=node_silent, bar="5 s", tell=seconds(LIMIT_S), is_met=within(5.0), peer_rounds=1,
     ),
     Probe(

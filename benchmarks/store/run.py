@@ -42,11 +42,11 @@ from echelon.store.wire import protocol as p
 
 COLUMNS = (
     ("case", "left"),
-    ("ours", "right"),
+    ("echelon", "right"),
     ("torch", "right"),
     ("ratio", "right"),
     ("target", "right"),
-    ("server's processor time, torch / ours", "right"),
+    ("server's processor time, torch / echelon", "right"),
 )
 LATENCY = "one client: latency"
 
