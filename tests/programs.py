@@ -31,13 +31,13 @@ _NAMESPACES = Path("/run/netns")
 
 
 def run_programs(
-    namespaces: Sequence[str],
+    namespaces: Sequence[str | None],
     text: str,
     *args: str,
     environ: Mapping[str, str],
     timeout_s: float = 120.0,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run one program as a rank in each network namespace, by rank.
+    """Run one program as a rank in each network namespace, by rank; None is the test's own.
 
     A rank may end in any way: its exit code is the caller's to assert. Nothing of them runs on when
     this returns.
@@ -74,7 +74,7 @@ def run_programs(
 @contextlib.contextmanager
 def _started(
     folder: str,
-    namespaces: Sequence[str],
+    namespaces: Sequence[str | None],
     text: str,
     args: Sequence[str],
     environ: Mapping[str, str],
@@ -102,7 +102,12 @@ def _written(folder: str, rank: int, kind: str) -> str:
 
 
 def _main(
-    folder: str, rank: int, namespace: str, text: str, args: list[str], environ: dict[str, str]
+    folder: str,
+    rank: int,
+    namespace: str | None,
+    text: str,
+    args: list[str],
+    environ: dict[str, str],
 ) -> None:
     _die_with_the_test()
     os.setsid()
@@ -111,7 +116,8 @@ def _main(
         file = os.open(Path(folder, f"{rank}.{kind}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
-    _enter(namespace)
+    if namespace is not None:
+        _enter(namespace)
     os.environ.clear()
     os.environ.update(environ)
     # A rank is a program of its own, not a helper of the test's process: it may record.

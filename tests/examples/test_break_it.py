@@ -9,11 +9,17 @@ import break_it
 import pytest
 
 import echelon.dist as dist
-from tests.examples.runs import analyse, launch
+from tests.examples.runs import analyse, launch, run_loaded
 
 NUM_RANKS = 3  # so that the ranks without the fault are more than the one with it
 STALLED = 3
 ANY_FAILURE = None  # ranks raise the mismatch; which of them ends first is up to the scheduler
+MISMATCHES = [
+    ("skip", 1, ANY_FAILURE, "skipped_collective"),
+    ("shape", 2, ANY_FAILURE, "shape_mismatch"),
+    ("dtype", 0, ANY_FAILURE, "dtype_mismatch"),
+    ("op", 2, ANY_FAILURE, "op_mismatch"),
+]
 
 pytestmark = pytest.mark.ranks
 
@@ -25,10 +31,7 @@ pytestmark = pytest.mark.ranks
         ("exception", 1, 1, "exception"),
         ("hang", 2, STALLED, "host_hang"),
         ("slow-data", 0, STALLED, "data_starvation"),
-        ("skip", 1, ANY_FAILURE, "skipped_collective"),
-        ("shape", 2, ANY_FAILURE, "shape_mismatch"),
-        ("dtype", 0, ANY_FAILURE, "dtype_mismatch"),
-        ("op", 2, ANY_FAILURE, "op_mismatch"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in MISMATCHES),
     ],
 )
 def test_the_verdict_names_cause_and_culprit(fault, culprit, exit_code, cause, tmp_path):
@@ -42,8 +45,24 @@ def test_the_verdict_names_cause_and_culprit(fault, culprit, exit_code, cause, t
     records = {file.name for file in incident.iterdir()}
     assert {f"rank_{rank}" for rank in range(NUM_RANKS)} <= records
 
-    verdict = analyse(tmp_path)["verdict"]
-    told = json.dumps(verdict, indent=1) + ended.explain()
+    expect_verdict(analyse(tmp_path)["verdict"], cause, culprit, ended.explain())
+
+
+@pytest.mark.parametrize(("fault", "culprit", "exit_code", "cause"), MISMATCHES)
+def test_the_records_alone_show_cause_and_culprit(fault, culprit, exit_code, cause, tmp_path):
+    """All ranks find a mismatch by themselves, so that this needs no launcher, which costs more."""
+    options = ("--fault", fault, "--rank", str(culprit), "--at-step", "3")
+    ends = run_loaded(NUM_RANKS, tmp_path, "break_it.py", *options)
+    told = "\n".join(end.explain() for end in ends)
+    assert [end.code for end in ends] == [1] * NUM_RANKS, told
+    assert all("CollectiveMismatchError: " in end.err for end in ends), told
+    result = analyse(tmp_path)
+    assert result["ranks_present"] == list(range(NUM_RANKS)), told
+    expect_verdict(result["verdict"], cause, culprit, told)
+
+
+def expect_verdict(verdict, cause, culprit, told):
+    told = json.dumps(verdict, indent=1) + told
     assert verdict["cause"] == cause, told
     assert verdict["culprit_ranks"] == [culprit], told
     assert f"rank {culprit}" in verdict["summary"], told

@@ -16,7 +16,7 @@ from echelon.recorder.read import read_ring
 from echelon.tokens.prepare import prepare
 from echelon.tokens.tokenizer import make_tokenizer
 from tests.examples import runs
-from tests.examples.runs import EXAMPLES, SMALL_MODEL, read_log, run
+from tests.examples.runs import EXAMPLES, SMALL_MODEL, Ended, read_log, run, run_loaded
 
 SCRIPT = EXAMPLES / "train_gpt.py"
 launch = partial(runs.launch, stall_timeout_s=60)  # no stall is looked for here
@@ -57,6 +57,15 @@ def every_twelve(folder):
     return ("--steps=20", "--checkpoint-every=12", *files)
 
 
+def train(num_ranks, folder, *options):
+    """Run the job in processes that have torch loaded; all its ranks end with one code."""
+    ends = run_loaded(num_ranks, folder, "train_gpt.py", *options)
+    told = "\n".join(end.explain() for end in ends)
+    assert len({end.code for end in ends}) == 1, told
+    out, err = ("".join(getattr(end, kind) for end in ends) for kind in ("out", "err"))
+    return Ended(ends[0].code, out, err)
+
+
 def losses_of(log):
     lines = [line for line in read_log(log) if "loss" in line]
     return [line["step"] for line in lines], [line["loss"] for line in lines]
@@ -65,8 +74,7 @@ def losses_of(log):
 def test_two_ranks_and_one_process_train_alike(alone, text, tmp_path):
     _, alone_folder = alone
     log = tmp_path / "log"
-    options = (*SMALL_MODEL, "--steps=20", "--data", text, "--log", log)
-    ended = launch(2, tmp_path / "run", "train_gpt.py", *options)
+    ended = train(2, tmp_path, *SMALL_MODEL, "--steps=20", "--data", text, "--log", log)
     assert ended.code == 0, ended.explain()
     one, two = losses_of(alone_folder / "log"), losses_of(log)
     assert one[0] == two[0] == list(range(1, 21))
@@ -126,7 +134,7 @@ def test_a_resumed_run_goes_on_exactly(alone, text, tmp_path):
     """From its checkpoint after 12 of 20 steps it takes the steps that the first run took."""
     _, alone_folder = alone
     files = ("--log", tmp_path / "log", "--resume", alone_folder / "gpt/step_00000012")
-    resumed = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, *files)
+    resumed = train(1, tmp_path, *SMALL_MODEL, "--steps=20", "--data", text, *files)
     assert resumed.code == 0, resumed.explain()
     assert "gpt/step_00000012 after step 12" in resumed.out
     steps, losses = losses_of(alone_folder / "log")
@@ -136,7 +144,7 @@ def test_a_resumed_run_goes_on_exactly(alone, text, tmp_path):
 def test_one_process_goes_on_where_two_ranks_of_shards_stopped(sharded, text, tmp_path):
     _, folder = sharded
     files = ("--log", tmp_path / "log", "--resume", folder / "gpt/step_00000012")
-    resumed = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, *files)
+    resumed = train(1, tmp_path, *SMALL_MODEL, "--steps=20", "--data", text, *files)
     assert resumed.code == 0, resumed.explain()
     steps, losses = losses_of(folder / "log")
     assert losses_of(tmp_path / "log")[0] == steps[12:]
@@ -148,7 +156,7 @@ def test_three_ranks_of_shards_go_on_where_one_process_stopped(alone, text, tmp_
     _, folder = alone
     files = ("--log", tmp_path / "log", "--resume", folder / "gpt/step_00000012")
     options = (*SMALL_MODEL, "--steps=20", "--data", text, "--shard", *files)
-    resumed = launch(3, tmp_path / "run", "train_gpt.py", *options)
+    resumed = train(3, tmp_path, *options)
     assert resumed.code == 0, resumed.explain()
     _, losses = losses_of(folder / "log")
     assert losses_of(tmp_path / "log")[1] == pytest.approx(losses[12:], abs=1e-4)
@@ -167,22 +175,21 @@ def test_a_grid_of_stages_and_shards_goes_on_and_is_gone_on_from(alone, text, tm
         "--checkpoint-every=4",
     )
     files = ("--resume", folder / "gpt/step_00000012", "--log", tmp_path / "grid")
-    ended = launch(4, tmp_path / "run", "train_gpt.py", *common, *grid, *files)
+    ended = train(4, tmp_path / "run", *common, *grid, *files)
     assert ended.code == 0, ended.explain()
     assert "world: 4 ranks, 2 stages of shards, " in ended.out
     files = ("--resume", tmp_path / "grid_gpt/step_00000016", "--log", tmp_path / "after")
-    ended = run(SCRIPT, *common, *files)
+    ended = train(1, tmp_path / "run_after", *common, *files)
     assert ended.code == 0, ended.explain()
     _, losses = losses_of(folder / "log")
     assert losses_of(tmp_path / "grid")[1] == pytest.approx(losses[12:], abs=1e-4)
     assert losses_of(tmp_path / "after")[1] == pytest.approx(losses[16:], abs=1e-4)
 
 
-def test_a_finished_run_can_be_looked_at_again(alone, text):
+def test_a_finished_run_can_be_looked_at_again(alone, text, tmp_path):
     _, folder = alone
-    ended = run(
-        SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, "--resume", folder / "gpt/step_00000020"
-    )
+    resume = ("--resume", folder / "gpt/step_00000020")
+    ended = train(1, tmp_path, *SMALL_MODEL, "--steps=20", "--data", text, *resume)
     assert ended.code == 0, ended.explain()
     assert "after step 20" in ended.out
 
@@ -251,10 +258,10 @@ def test_bad_options_get_one_line_and_exit_code_2(
     assert out == ""
 
 
-def test_a_checkpoint_of_other_settings_is_refused(alone, text):
+def test_a_checkpoint_of_other_settings_is_refused(alone, text, tmp_path):
     _, folder = alone
     other = (*SMALL_MODEL, "--seed=1", "--data", text, "--resume", folder / "gpt/step_00000020")
-    ended = run(SCRIPT, *other)
+    ended = train(1, tmp_path, *other)
     assert ended.code == 2
     assert "belongs to another run: seed 0 there, 1 here" in ended.err
 
@@ -280,7 +287,7 @@ def test_a_world_that_the_settings_do_not_fit_is_refused(changes, world_size, re
 
 def test_more_ranks_than_sequences_are_refused(text, tmp_path):
     options = (*SMALL_MODEL, "--batch=1", "--data", text)
-    ended = launch(2, tmp_path / "run", "train_gpt.py", *options)
+    ended = train(2, tmp_path, *options)
     assert ended.code == 2, ended.explain()
     assert "--batch 1 leaves some of 2 ranks without data" in ended.err
     assert "Traceback" not in ended.err
