@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -98,11 +98,20 @@ def test_the_command_lists_every_backend():
     assert done.stderr == ""
 
 
-def _doctor(*argv: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+@pytest.fixture
+def without_torch(tmp_path) -> dict[str, str]:
+    """The environment of a doctor that finds no torch: its backends would take 4 s to load."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')\n")
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def _doctor(
+    *argv: str, environ: Mapping[str, str], before: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*before, sys.executable, "-m", "echelon", "doctor", *argv],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "ECHELON_SECRET": "a-secret-of-the-tests"},
+        env={**environ, "ECHELON_SECRET": "a-secret-of-the-tests"},
     )  # fmt: skip
 
 
@@ -116,10 +125,12 @@ def _told(doctors: Sequence[subprocess.Popen[str]]) -> list[str]:
 
 
 @pytest.mark.ranks
-def test_nodes_check_each_other_and_all_are_told():
+def test_nodes_check_each_other_and_all_are_told(without_torch):
     endpoint = f"127.0.0.1:{free_port()}"
     meeting = ["--rdzv_endpoint", endpoint, "--nnodes", "3"]
-    doctors = [_doctor(*meeting, "--node-rank", str(rank)) for rank in range(3)]
+    doctors = [
+        _doctor(*meeting, "--node-rank", str(rank), environ=without_torch) for rank in range(3)
+    ]
     for text in _told(doctors):
         lines = {line[2:17].strip(): line for line in text.splitlines()}
         assert lines["nodes"].startswith("  nodes           3 of 3 connected"), text
@@ -129,9 +140,9 @@ def test_nodes_check_each_other_and_all_are_told():
 
 
 @pytest.mark.ranks
-def test_nodes_that_do_not_come_are_counted():
+def test_nodes_that_do_not_come_are_counted(without_torch):
     doctor = _doctor("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank", "0",
-                     "--rdzv-conf", "join_timeout=3")  # fmt: skip
+                     "--rdzv-conf", "join_timeout=3", environ=without_torch)  # fmt: skip
     (text,) = _told([doctor])
     assert "! nodes           1 of 2 connected" in text
     assert doctor.returncode == 1
@@ -139,14 +150,16 @@ def test_nodes_that_do_not_come_are_counted():
 
 @pytest.mark.netns
 @needs_hosts
-def test_a_way_that_is_closed_is_named():
+def test_a_way_that_is_closed_is_named(without_torch):
     """Each host reaches the other at the meeting's port, and at no other."""
     with hosts(2) as made:
         meeting = ["--rdzv-endpoint", f"{made[0].address}:29400"]
         for host in made:
             host.swallow(but_port=29400)
         doctors = [
-            _doctor(*meeting, "--node-rank", str(rank), before=host.command())
+            _doctor(
+                *meeting, "--node-rank", str(rank), environ=without_torch, before=host.command()
+            )
             for rank, host in enumerate(made)
         ]
         told = _told(doctors)
@@ -186,8 +199,8 @@ def test_versions_that_differ_are_named():
 
 
 @pytest.mark.ranks
-def test_a_schedulers_endpoint_without_a_secret_is_a_line_and_no_end():
-    environ = {name: value for name, value in os.environ.items() if name != "ECHELON_SECRET"}
+def test_a_schedulers_endpoint_without_a_secret_is_a_line_and_no_end(without_torch):
+    environ = {name: value for name, value in without_torch.items() if name != "ECHELON_SECRET"}
     slurm = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "2", "SLURM_NODEID": "0",
              "SLURM_JOB_NODELIST": "localhost,other"}  # fmt: skip
     done = run_echelon("doctor", env={**environ, **slurm})
