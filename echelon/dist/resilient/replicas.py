@@ -29,12 +29,16 @@ class Replicas:
         self._number_for = number_for
 
     def check(self, size: int) -> None:
-        """Check that the program's function returns the number that the program started with.
+        """Check the program's function for all numbers of ranks that may be left.
+
+        Args:
+            size: the number of ranks at the start.
 
         Raises:
-            ValueError: the function returns another number, or one that does not divide the ranks.
+            ValueError: for `size` ranks, the function does not return the number at the start; or
+                for some other number of ranks, it does not return a divisor.
         """
-        found = self.number(size)
+        found = [self.number(left) for left in range(1, size + 1)][-1]
         if found != self.initial:
             raise ValueError(
                 f"num_replicas({size}) returned {found}, but the model was given to fully_shard "

@@ -21,14 +21,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 _TOTAL = 40
 _SIZE = 5
+_EVEN_SIZE = 6  # of which two replicas can be formed
 _NUM_TRAININGS = int(os.environ.get("ECHELON_TRAININGS", "10"))
 _LONGEST_US = 60_000  # a step and a recovery, on a machine that is not busy
 
 
-def _kills(seed: int) -> list[Kill]:
-    """One to four of five ranks, each at a moment of its own; some of them close together."""
+def _kills(seed: int, size: int) -> list[Kill]:
+    """Some of the ranks, each at a moment of its own; some of them close together."""
     draw = random.Random(seed)
-    ranks = draw.sample(range(_SIZE), draw.randint(1, _SIZE - 1))
+    ranks = draw.sample(range(size), draw.randint(1, size - 1))
     found: list[Kill] = []
     step = draw.randint(0, _TOTAL // 4)
     for rank in ranks:
@@ -38,16 +39,20 @@ def _kills(seed: int) -> list[Kill]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["", "sharded"], ids=["replicated", "sharded"])
-def test_the_bits_are_those_of_an_undisturbed_run_whenever_ranks_are_killed(tmp_path, layout):
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [("", _SIZE), ("sharded", _SIZE), ("hsdp", _EVEN_SIZE)],
+    ids=["replicated", "sharded", "hsdp"],
+)
+def test_the_bits_are_those_of_an_undisturbed_run_whenever_ranks_are_killed(tmp_path, layout, size):
     ((undisturbed, _, _),) = run_ranks(train, 1, tmp_path, _TOTAL, [])
     num_kills, took = 0, []
     for seed in range(_NUM_TRAININGS):
-        kills, folder = _kills(seed), tmp_path / f"seed_{seed}"
+        kills, folder = _kills(seed, size), tmp_path / f"seed_{seed}"
         folder.mkdir()
         codes = {rank: -signal.SIGKILL for rank, _, _ in kills}
-        ends, _ = run_watched(train, _SIZE, folder, _TOTAL, kills, layout, exit_codes=codes)
-        assert [end[0] for end in ends] == [undisturbed] * (_SIZE - len(kills)), f"seed {seed}"
+        ends, _ = run_watched(train, size, folder, _TOTAL, kills, layout, exit_codes=codes)
+        assert [end[0] for end in ends] == [undisturbed] * (size - len(kills)), f"seed {seed}"
         num_kills += len(kills)
         died = [float((folder / f"{rank}.died").read_text()) for rank, _, _ in kills]
         took += _times([commits for _, _, commits in ends], died)

@@ -50,7 +50,7 @@ def test_a_process_that_has_not_joined_divides_a_model_without_the_others():
     """It has its part of each parameter, whose values come later; a forward is refused."""
     absent = runtime._need().maker.make_absent(range(2), "world", 20.0)
     model = nn.Linear(64, 64)
-    fully_shard(model, group=absent)
+    fully_shard(model, group=absent, reshard_after_forward=1)
     found = shards(model)
     assert {one.ranks for one in found.values()} == {(0, 1)}
     assert 0 < sum(one.length for one in found.values()) < 64 * 65

@@ -133,7 +133,7 @@ def test_what_cannot_be_continued_is_refused_in_one_line():
             "is not sharded over all ranks of the world, in their order",
             "is not sharded over the same mesh as",
             "num_replicas(2) returned 1, but the model was given to fully_shard with 2 replicas",
-            "num_replicas(2) must return a divisor of 2, but returned 3",
+            "num_replicas(1) must return a divisor of 1, but returned 3",
             "num_replicas= has no effect on a model that is not sharded",
             "the shard of 'bias' on rank 1 differs from its replica on rank 0",
         ],
@@ -147,5 +147,8 @@ def test_the_number_of_replicas_follows_from_the_number_of_ranks():
     assert [Replicas(4).number(size) for size in range(1, 9)] == [1, 2, 3, 4, 1, 3, 1, 4]
     own = Replicas(2, lambda size: max(1, size // 4))
     assert [own.number(size) for size in (8, 4, 3)] == [2, 1, 1]
+    Replicas(2, lambda size: 2 - size % 2).check(4)
+    with pytest.raises(ValueError, match=r"num_replicas\(1\) must return a divisor of 1"):
+        Replicas(2, lambda _: 2).check(4)
     with pytest.raises(ValueError, match=r"num_replicas\(3\) must return a divisor of 3"):
         Replicas(2, lambda _: 2).number(3)

@@ -120,8 +120,8 @@ class Training:
     """One rank's training, with what is to kill it.
 
     Its layout is "" (replicated), "sharded", "near" (sharded, and kept among two neighbours after a
-    forward), or "hsdp" (two replicas, where the number of ranks is even). "sharded and saved" and
-    "hsdp and saved" also save a checkpoint.
+    forward), or "hsdp" (two replicas where the number of ranks is even, and whole blocks are kept
+    after a forward). "sharded and saved" and "hsdp and saved" also save a checkpoint.
 
     Args:
         full: the number of ranks that take part in the end. From step FULL_FROM on, a step of fewer
@@ -152,7 +152,7 @@ class Training:
             mesh = None
             if self.has_replicas:
                 mesh = DeviceMesh((2, dist.world().size // 2), ("replicate", "shard"))
-            near = 2 if layout == "near" else True
+            near = {"near": 2, "hsdp": 1}.get(layout.partition(" ")[0], True)
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh, reshard_after_forward=near)
             fully_shard(self.model, mesh=mesh, ignored_params=[self.model.unused])
@@ -173,6 +173,7 @@ class Training:
 
     def prepare(self, world: resilient.World) -> Any:
         self.worlds.append((world.epoch, world.lost, world.group.size))
+        kills = self.kills if self.has_replicas else []
         if self.has_replicas:
             assert sharded.num_replicas_of(self.model) == 2 - world.group.size % 2
         if world.epoch:
@@ -188,6 +189,10 @@ class Training:
 
         def train_step(step: int) -> float:
             self.step = step
+            if not self.full and any(
+                when == step and not at.endswith(" us") for _, at, when in kills
+            ):
+                world.group.barrier()  # else the ranks of one replica may die before others begin
             if self.full:
                 self._change(step)
                 if step >= FULL_FROM and world.group.size < self.full:
