@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -27,6 +25,7 @@ from benchmarks.losses.plan import (
     Plan,
 )
 from benchmarks.losses.preloaded import start
+from benchmarks.losses.recovery import Loss, lines_of, recovery, struck_by
 from benchmarks.runner.place import child_environ
 from tests.hosts import Host, hosts
 
@@ -100,19 +99,15 @@ class _Job:
 
     def record(self) -> Record:
         """Return the record; `failed` says what is wrong with it, apart from the bits."""
-        fired = [
-            (fault, self._folder / f"{number}.fired")
-            for number, fault in enumerate(self._plan.faults)
-        ]
-        struck = [(fault, *_moment(path)) for fault, path in fired if path.exists()]
+        struck = struck_by(self._plan, self._folder)
         hashes = {int(path.stem): path.read_text() for path in self._folder.glob("*.hash")}
         codes = [_code(node) for node in self._nodes]
-        failed = "; ".join(self._complaints(hashes, codes, [fault for fault, _, _ in struck]))
+        failed = "; ".join(self._complaints(hashes, codes, [one.fault for one in struck]))
         record = {
             "training": self._plan.name,
             "layout": self._plan.layout,
             "is_sharded": self._plan.is_sharded,
-            "losses": [self._loss(fault, step, at_s) for fault, step, at_s in struck],
+            "losses": [self._loss(one) for one in struck],
             "bits": sorted(set(hashes.values())),
             "exit_codes": codes,
             "lines": self._said(),
@@ -146,33 +141,15 @@ class _Job:
         if self._left:
             yield f"{len(self._left)} processes survived their launchers"
 
-    def _loss(self, fault: Fault, step: int, at_s: float) -> Record:
-        """Return when a fault struck, the time to the next commit of a step, less a step.
-
-        That step was trained without the lost ranks. `checkpoint` is the step that was loaded
-        before, if any.
-        """
-        commits = [
-            [_commit(line) for line in _lines(path)] for path in self._folder.glob("*.commits")
-        ]
-        ranks = set() if self._plan.layout == TORCHRUN else set(fault.ranks)
-        after = [at for one in commits for at, lost in one if at > at_s and ranks <= lost]
-        steps = [b[0] - a[0] for one in commits for a, b in itertools.pairwise(one)]
-        found = {**asdict(fault), "at_step": step, "took_s": None, "checkpoint": None}
-        if after and steps:
-            found["took_s"] = max(0.0, min(after) - at_s - statistics.median(steps))
-            found["checkpoint"] = self._loaded(at_s, min(after))
-        return found
-
-    def _loaded(self, since_s: float, until_s: float) -> int | None:
-        paths = self._folder.glob("*.loads")
-        loads = [line.split() for path in paths for line in _lines(path)]
-        return next((int(step) for step, at in loads if since_s < float(at) < until_s), None)
+    def _loss(self, loss: Loss) -> Record:
+        """Return a loss; where torchrun restarts, the lost rank takes part in the next step."""
+        lost = () if self._plan.layout == TORCHRUN else loss.fault.ranks
+        return recovery(self._folder, loss, lost)
 
     def _said(self) -> list[str]:
         """Return what the first launcher reports of losses."""
         return [
-            line for line in _lines(self._folder / "node_0.log")
+            line for line in lines_of(self._folder / "node_0.log")
             if line.startswith("echelon: ") and ("continu" in line or "hangs" in line)
         ]  # fmt: skip
 
@@ -207,21 +184,6 @@ def _left(machine: Host) -> list[int]:
         if not pids or time.monotonic() > due_s:
             return pids
         time.sleep(_POLL_S)
-
-
-def _moment(path: Path) -> tuple[int, float]:
-    step, at_s = path.read_text().split()
-    return int(step), float(at_s)
-
-
-def _commit(line: str) -> tuple[float, set[int]]:
-    """Return when a step was committed, and the ranks that were lost when it was trained."""
-    _, at_s, *lost = line.split()
-    return float(at_s), {int(rank) for rank in ",".join(lost).split(",") if rank}
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
 def reference(folder: Path) -> str:

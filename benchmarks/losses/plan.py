@@ -169,3 +169,20 @@ def _both_copies(faults: _Faults) -> Iterator[Fault]:
     takes_launchers = 0 not in nodes and draw.random() < 0.5
     ranks = tuple(rank for node in nodes for rank in left[node])
     yield faults.together(ranks, nodes if takes_launchers else ())
+
+
+def compared(layout: str, number: int) -> Plan:
+    """Return a training in which one of three ranks is killed, the same in each layout.
+
+    Kept apart from `plan_of`, whose draws are on record.
+    """
+    draw = random.Random(f"compared {number}")
+    moment = draw.choice(("forward", "backward", "optimizer", "us", "us", "us"))
+    if moment == "us":
+        moment = f"{draw.randint(0, _LONGEST_US)} us"
+    step = draw.randint(1, TOTAL // 2)
+    kill = Fault(how="kill", ranks=(draw.randrange(3),), moment=moment, step=step)
+    return Plan(
+        layout=layout, number=number, num_nodes=1, ranks_per_node=3, is_sharded=False,
+        faults=(kill,),
+    )  # fmt: skip

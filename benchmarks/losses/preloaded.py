@@ -31,11 +31,15 @@ from tests.programs import _enter
 from tests.ranks import _context, _die_with_the_test
 
 _POLL_S = 0.01
-_context.set_forkserver_preload(
-    ["tests.preloaded", "echelon.dist.resilient", "echelon.train.same_bits", "echelon.cli"]
-)
+_PRELOADED = ["tests.preloaded", "echelon.dist.resilient", "echelon.train.same_bits", "echelon.cli"]
+_context.set_forkserver_preload(_PRELOADED)
 _of_launcher: list[Callable[..., Any]] = []  # what it does at exit, and its forks must not
 _register = atexit.register
+
+
+def also(*modules: str) -> None:
+    """Load more modules; call it before anything is started."""
+    _context.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 def start(

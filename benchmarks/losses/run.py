@@ -19,6 +19,7 @@ there, and one rank is killed per training.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.losses.job import Record, reference, train
@@ -65,10 +66,10 @@ def run(options: argparse.Namespace) -> None:
             print(f"{plan.name}: left for another run", file=sys.stderr)
             return
         own = folder / plan.name.replace(" ", "_")
-        record = _record(plan, own, expected)
+        record = measured(functools.partial(train, plan, own), expected)
         with options.out.open("a") as out:
             out.write(json.dumps(record) + "\n")
-        print(_line(record), file=sys.stderr, flush=True)
+        print(described(record), file=sys.stderr, flush=True)
         if is_right(record):
             shutil.rmtree(own)
         else:
@@ -100,10 +101,13 @@ def _plans(options: argparse.Namespace) -> Iterator[Plan]:
                 yield plan
 
 
-def _record(plan: Plan, folder: Path, expected: str) -> Record:
-    conditions, commit, began_s = Conditions(peers=("torch",)), _commit(), time.monotonic()
+def measured(
+    train: Callable[[], Record], expected: str, peers: Sequence[str] = ("torch",)
+) -> Record:
+    """Run a training; return its record with what it should have ended with, and conditions."""
+    conditions, commit, began_s = Conditions(peers=peers), _commit(), time.monotonic()
     return {
-        **train(plan, folder),
+        **train(),
         "expected": expected,
         "wall_s": round(time.monotonic() - began_s, 1),
         "commit": commit,
@@ -111,7 +115,8 @@ def _record(plan: Plan, folder: Path, expected: str) -> Record:
     }
 
 
-def _line(record: Record) -> str:
+def described(record: Record) -> str:
+    """Return a record in one line, for people."""
     losses = [
         f"{one['how']} {list(one['ranks'])} {one['moment']} at {one['at_step']}: "
         + (f"{one['took_s']:.2f} s" if one["took_s"] is not None else "no further commit")

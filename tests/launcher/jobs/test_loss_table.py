@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.losses.plan import HOST, HOSTS, LAYOUTS, SAVE_EVERY, TORCHRUN, TOTAL, plan_of
+from benchmarks.losses import peers
+from benchmarks.losses.plan import (
+    HOST,
+    HOSTS,
+    LAYOUTS,
+    SAVE_EVERY,
+    TORCHRUN,
+    TOTAL,
+    compared,
+    plan_of,
+)
 from benchmarks.losses.table import is_right, kind_of, num_losses, table
 
 
@@ -84,3 +94,22 @@ def test_other_bits_and_failures_are_not_counted_as_the_same():
     assert not any(map(is_right, wrong))
     ((_, losses, _, same, median, _),) = table(wrong).rows
     assert (losses, same, median) == ("3", "0", "1.00 s")
+
+
+def test_what_is_compared_has_the_same_kill_under_each():
+    for number in range(100):
+        ours, theirs = compared(HOST, number), compared(TORCHRUN, number)
+        assert ours.faults == theirs.faults
+        (kill,) = ours.faults
+        assert kill.how == "kill"
+        assert 0 < kill.step < TOTAL, "a step that follows shows the recovery"
+
+
+def test_samples_that_no_step_has_are_counted_where_the_bits_do_not_tell():
+    ours = _record(1.0) | {"layout": HOST}
+    theirs = _record(3.0, bits=["b"], samples_left_out=4) | {"layout": "torchft, its defaults"}
+    found = peers.table([theirs, ours, theirs])
+    assert [list(row)[1:] for row in found.rows] == [
+        ["1", "1", "1", "0", "1.00 s", "1.00 s"],
+        ["2", "2", "0", "8", "3.00 s", "3.00 s"],
+    ]

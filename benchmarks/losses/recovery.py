@@ -1,0 +1,67 @@
+"""How long a training took to go on after a loss, from the files that its ranks wrote."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.losses.plan import Fault, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A fault that struck, in which step of its first rank, and when."""
+
+    fault: Fault
+    step: int
+    at_s: float
+
+
+def struck_by(plan: Plan, folder: Path) -> list[Loss]:
+    """Return the faults of the plan that struck."""
+    return list(_struck(plan, folder))
+
+
+def _struck(plan: Plan, folder: Path) -> Iterator[Loss]:
+    for number, fault in enumerate(plan.faults):
+        path = folder / f"{number}.fired"
+        if path.exists():
+            step, at_s = path.read_text().split()
+            yield Loss(fault=fault, step=int(step), at_s=float(at_s))
+
+
+def recovery(folder: Path, loss: Loss, lost: Sequence[int]) -> dict[str, Any]:
+    """Return a loss as it is recorded.
+
+    Its time is that to the next commit of a step which was trained without the `lost` ranks, less
+    the training's median time between two commits. `checkpoint` is the step that was loaded before,
+    if any.
+    """
+    commits = [[_commit(line) for line in lines_of(path)] for path in folder.glob("*.commits")]
+    after = [at for one in commits for at, gone in one if at > loss.at_s and gone >= set(lost)]
+    steps = [b[0] - a[0] for one in commits for a, b in itertools.pairwise(one)]
+    found = {**asdict(loss.fault), "at_step": loss.step, "took_s": None, "checkpoint": None}
+    if after and steps:
+        found["took_s"] = max(0.0, min(after) - loss.at_s - statistics.median(steps))
+        found["checkpoint"] = _loaded(folder, loss.at_s, min(after))
+    return found
+
+
+def _loaded(folder: Path, since_s: float, until_s: float) -> int | None:
+    loads = [line.split() for path in folder.glob("*.loads") for line in lines_of(path)]
+    return next((int(step) for step, at in loads if since_s < float(at) < until_s), None)
+
+
+def _commit(line: str) -> tuple[float, set[int]]:
+    """Return when a step was committed, and the ranks that were lost when it was trained."""
+    _, at_s, *lost = line.split()
+    return float(at_s), {int(rank) for rank in ",".join(lost).split(",") if rank}
+
+
+def lines_of(path: Path) -> list[str]:
+    """Return a file's lines; none if there is no such file."""
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
