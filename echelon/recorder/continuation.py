@@ -84,6 +84,15 @@ def meeting_key(number: int) -> str:
     return f"continuation/{number}/meeting"
 
 
+def begun_key(rank: int) -> str:
+    """Return the key that a rank sets in the store once it can continue after a loss.
+
+    Standings reach the launcher with a delay. A node that is lost before it could send them has
+    left these keys.
+    """
+    return f"continuation/begun/{rank}"
+
+
 class State(Enum):
     """The state of a rank within an epoch."""
 
@@ -116,16 +125,18 @@ class Standing:
     meets: int = 0
 
 
-def note_standing(standing: Standing) -> None:
-    """Report this rank's standing; do nothing if there is no launcher."""
+def note_standing(standing: Standing) -> bool:
+    """Report this rank's standing; return False if there is no launcher, or no writable folder."""
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:
-        return
+        return False
     told = {"format": 1, **asdict(standing), "state": standing.state.value}
     part = Path(folder) / f".{_FILE}.{os.getpid()}.part"
     with contextlib.suppress(OSError):
         part.write_text(json.dumps(told))
         part.replace(part.with_name(_FILE))
+        return True
+    return False
 
 
 def read_standing(rank_dir: Path) -> Standing | None:

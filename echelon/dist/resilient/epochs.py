@@ -21,7 +21,7 @@ from typing_extensions import Self
 from echelon.dist.backends.interface import Members
 from echelon.dist.membership.meet import arrive
 from echelon.errors import StoreError, StoreTimeoutError
-from echelon.recorder.continuation import Epoch, epoch_key, meeting_key
+from echelon.recorder.continuation import Epoch, begun_key, epoch_key, meeting_key
 from echelon.store.base import Store
 
 _LISTEN_S = 30.0  # of one question to the store
@@ -82,6 +82,14 @@ class Epochs:
             raise Superseded
         names = [f"{key}/{place}" for place in range(len(roster))]
         return [json.loads(text) for text in self._store.multi_get(names)]
+
+    def note_begun(self) -> None:
+        """Record in the store that this rank can continue after a loss.
+
+        Raises:
+            StoreError: the store cannot be reached.
+        """
+        self._store.set(begun_key(self._rank), b"1")
 
     def _is_there(self, number: int) -> bool:
         return self._store.check([epoch_key(number)])

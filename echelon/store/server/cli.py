@@ -6,6 +6,7 @@ ignores both signals and stops only when the pipe closes.
 
 A parent process may send commands through the pipe, one per line. `admit ADDRESS` admits torch's
 clients from a trusted address. `publish KEY VALUE` stores a value; KEY and VALUE are single words.
+`has KEY ...` makes the server print `has`, followed by 1 or 0 for each key that exists or does not.
 `renew` drops all members and keys, after which the server prints `renew`. Any other line is
 ignored.
 """
@@ -125,6 +126,8 @@ def _obey(server: StoreServer, words: list[str]) -> None:
         if words == ["renew"]:
             server.renew()
             print("renew", flush=True)
+        elif words[:1] == ["has"]:
+            print("has", *map(int, server.hold(words[1:])), flush=True)
         elif len(words) == 2 and words[0] == "admit":
             server.admit(words[1])
         elif len(words) == 3 and words[0] == "publish":

@@ -193,6 +193,15 @@ class StoreServer:
         wire = b"/" + key.encode()  # as clients send keys
         self._call(lambda hub: hub.publish(wire, value.encode()))
 
+    def hold(self, keys: Sequence[str]) -> list[bool]:
+        """Return which of the keys exist.
+
+        Raises:
+            StoreError: the server is not running.
+        """
+        wire = [b"/" + key.encode() for key in keys]
+        return self._call(lambda hub: [hub.state.is_present(key) for key in wire])
+
     def renew(self) -> None:
         """Disconnect all clients and drop all keys.
 

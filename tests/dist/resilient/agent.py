@@ -8,7 +8,7 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,12 @@ class _Meeting:
     def __init__(self, server: StoreServer) -> None:
         self.host, self.port = "127.0.0.1", server.port
         self.publish = server.publish
+        self._server = server
 
     def admit(self, address: str) -> None: ...
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        return self._server.hold(keys)
 
     def renew(self) -> None: ...
 

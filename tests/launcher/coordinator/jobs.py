@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ class JobStore:
     def admit(self, address: str) -> None: ...
 
     def publish(self, key: str, value: str) -> None: ...
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        return [False] * len(keys)
 
     def renew(self) -> None: ...
 

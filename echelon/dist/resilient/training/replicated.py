@@ -151,7 +151,7 @@ class Training(Generic[_T]):
         self._finished = self._first
         self._has_begun = True
         if self._may_continue:
-            self._note(self._first)
+            self._note_begun()
             world.group.barrier()
         self._commit(is_kept=self._is_kept(world))
         if self._may_continue and self._joins.is_on:
@@ -308,8 +308,13 @@ class Training(Generic[_T]):
     def _arrive(self, target: int, *, repeats: int) -> None:
         self._note(target, repeats=repeats)
 
-    def _note(self, first_step: int, *, repeats: int = 0) -> None:
-        """Report that this rank is ready to train in the current epoch."""
+    def _note_begun(self) -> None:
+        """Report that this rank is ready for the first step, also if its node is lost in it."""
+        if self._note(self._first):
+            self._epochs.note_begun()
+
+    def _note(self, first_step: int, *, repeats: int = 0) -> bool:
+        """Report that this rank is ready to train in the current epoch; see `note_standing`."""
         self._standing = Standing(
             state=State.PROTECTED,
             epoch=self._epochs.number,
@@ -317,7 +322,7 @@ class Training(Generic[_T]):
             repeats=repeats,
             ready_mono_ns=time.monotonic_ns(),
         )
-        note_standing(self._standing)
+        return note_standing(self._standing)
 
     def _settle(self, target: int) -> None:
         """Restore the live state and the kept copy to the start of a step."""

@@ -135,7 +135,7 @@ class ShardedTraining(Training[_T]):
         if self._may_continue:
             self._state.keep(self._first)
             self._has_begun = True
-            self._note(self._first)
+            self._note_begun()
             self._state.check_alike(world.group)
             if self._joins.is_on:
                 self._check_portable()

@@ -15,6 +15,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from echelon.launcher.coordinator.decide import describe_code
 _START_S = 120.0  # on a machine with far too much to do; a death is noticed at once
 _ANSWER_S = 5.0
 _CLOSE_S = 5.0
+_MOST_KEYS = 64  # of a question, which must fit into PIPE_BUF
 
 
 class MeetingPlace(Protocol):
@@ -37,6 +39,9 @@ class MeetingPlace(Protocol):
 
     def publish(self, key: str, value: str) -> None:
         """Store a value for the ranks to read. The key and the value must be single words."""
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        """Return which of the keys ranks have set. Keys must be single words."""
 
     def renew(self) -> None:
         """Drop all keys and members of earlier attempts."""
@@ -60,6 +65,7 @@ class StoreProcess:
         self.host = host
         self._bind, self._secret = bind, secret
         self._admitted: dict[str, None] = {}
+        self._is_late = False  # with an answer
         self._process = self._start()
         self.port = self._read_port()
 
@@ -106,6 +112,33 @@ class StoreProcess:
         """
         self._tell(f"publish {key} {value}")
 
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        """Return which of the keys exist. Waits up to 5 s for each 64 of them.
+
+        Raises:
+            LaunchError: the server cannot be reached, or did not answer in time. It then answers no
+                further question until `renew`.
+        """
+        found: list[bool] = []
+        for first in range(0, len(keys), _MOST_KEYS):
+            asked = keys[first : first + _MOST_KEYS]
+            told = self._ask(f"has {' '.join(asked)}").split()
+            if len(told) != 1 + len(asked):
+                self._is_late = True
+                raise LaunchError("the store server did not say which keys it has")
+            found += [word == b"1" for word in told[1:]]
+        return found
+
+    def _ask(self, line: str) -> bytes:
+        """Return the server's answer, waiting up to 5 s for it; b"" if none arrives."""
+        if self._is_late:
+            return b""  # the answer to an earlier question may still arrive
+        self._tell(line)
+        out = self._process.stdout
+        assert out is not None
+        ready, _, _ = select.select([out], [], [], _ANSWER_S)
+        return out.readline() if ready else b""
+
     def how_it_died(self) -> str:
         """Return how the server ended; "" while it is serving."""
         code = self._process.poll()
@@ -133,19 +166,16 @@ class StoreProcess:
         self._process.kill()
         self.close()
         self._process = self._start()
+        self._is_late = False
         self.port = self._read_port()
         for address in self._admitted:
             self._tell(f"admit {address}")
 
     def _is_renewed(self) -> bool:
         try:
-            self._tell("renew")
+            return self._ask("renew") == b"renew\n"
         except LaunchError:
             return False
-        out = self._process.stdout
-        assert out is not None
-        ready, _, _ = select.select([out], [], [], _ANSWER_S)
-        return bool(ready) and out.readline() == b"renew\n"
 
     def _tell(self, line: str) -> None:
         pipe = self._process.stdin

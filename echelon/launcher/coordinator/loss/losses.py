@@ -63,7 +63,7 @@ class Losses:
         self._meeting = meeting
         self._report = report
         self._say = say
-        self._reports = Reports(directory, options.node_name)
+        self._reports = Reports(directory, options.node_name, meeting)
         self._epochs = PublishedEpochs(meeting)
         self.admissions = Admissions(self._epochs, self._reports)
         self._begin(-1)
@@ -94,7 +94,7 @@ class Losses:
         if gone or world.attempt.phase is not decide.Phase.RUNNING:
             return "ranks have ended by themselves"
         ended = dict.fromkeys(ranks, -int(signal.SIGKILL))
-        return self._why_not(world, ended, self._reports.read(world))
+        return self._why_not(world, ended, self._read(world, ended))
 
     def note_hang(self, world: World, rank: int, cause: str) -> None:
         """Record why a rank was killed, before its loss is handled."""
@@ -112,7 +112,7 @@ class Losses:
         if not self._is_on or not is_running:
             return False
         self._follow(world)
-        known = self._reports.read(world)
+        known: Known = self._reports.read(world)
         if any(_is_own_end(code) and not is_joining(known, rank) for rank, code in ended.items()):
             self._note_left(world, [rank for rank, code in ended.items() if code == 0])
             return False
@@ -123,6 +123,7 @@ class Losses:
             verb, them = ("is", "it") if len(ended) == 1 else ("are", "they")
             self._say(f"{who} {verb} lost before {them} joined; the other ranks have finished")
             return True
+        known = self._read(world, ended)
         why_not = self._why_not(world, ended, known)
         why_not = why_not or self._epochs.publish(world, lost, known, withdraws=withdraws)
         if why_not:
@@ -177,6 +178,16 @@ class Losses:
             self._say("cannot continue: a rank finished its last step while another one was lost")
             return next(rank for rank in self._epochs.lost if not world.ended[rank].epoch)
         return None
+
+    def _read(self, world: World, ended: Iterable[int]) -> Known:
+        """Return the reports, also those of ranks whose node had no time to forward them.
+
+        A rank that was lost before has left its key in the store, which says nothing of the process
+        in its place.
+        """
+        gone = world.ended.keys() - {*ended} | world.published.keys()
+        self._reports.ask_store(world, [one for one in range(world.size) if one not in gone])
+        return self._reports.read(world)
 
     def _why_not(self, world: World, ended: Mapping[int, int], known: Known) -> str:
         """Return why the attempt cannot continue without the ended ranks, or "" if it can."""

@@ -5,12 +5,16 @@ Ranks on the hosting node report in files. Ranks on other nodes report in their 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
+from echelon.errors import LaunchError
+from echelon.launcher.coordinator.gathering.meeting import MeetingPlace
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.node.standings import of_row
-from echelon.recorder.continuation import Standing, State, read_standing
+from echelon.recorder.continuation import Standing, State, begun_key, read_standing
 
 Known = Mapping[int, Standing]  # the reports of the ranks that have reported
 
@@ -20,9 +24,11 @@ class Reports:
 
     Args:
         own_node: the name of this node.
+        meeting: the job's store, which has the ranks that can continue since they began.
     """
 
-    def __init__(self, directory: RunDirectory, own_node: str) -> None:
+    def __init__(self, directory: RunDirectory, own_node: str, meeting: MeetingPlace) -> None:
+        self._meeting = meeting
         self._directory = directory
         self._own_node = own_node
         self._remote: dict[int, Standing] = {}  # of ranks on other nodes
@@ -38,6 +44,17 @@ class Reports:
     def forget(self, rank: int) -> None:
         """Forget what a lost rank reported, before another process replaces the rank."""
         self._remote.pop(rank, None)
+
+    def ask_store(self, world: World, ranks: Iterable[int]) -> None:
+        """Look in the store for ranks of other nodes that have not reported."""
+        known = {*self._remote, *world.nodes.get(self._own_node, ())}
+        asked = [rank for rank in ranks if rank not in known]
+        if not asked or self._meeting.how_it_died():
+            return
+        with contextlib.suppress(LaunchError):
+            has_begun = self._meeting.has([begun_key(rank) for rank in asked])
+            for rank in itertools.compress(asked, has_begun):
+                self._remote[rank] = Standing(state=State.PROTECTED)
 
     def read(self, world: World) -> dict[int, Standing]:
         """Return the newest report of each rank that has reported."""

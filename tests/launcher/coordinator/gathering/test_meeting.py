@@ -10,6 +10,7 @@ import time
 import pytest
 
 from echelon.errors import LaunchError
+from echelon.launcher.coordinator.gathering import meeting
 from echelon.launcher.coordinator.gathering.meeting import StoreProcess
 
 _WAIT_S = 60.0
@@ -31,6 +32,25 @@ def test_a_store_that_is_stopped_is_reported_and_replaced_without_a_wait():
     finally:
         store.close()
     assert "exited" in store.how_it_died()
+
+
+@pytest.mark.ranks
+def test_the_store_says_which_keys_it_has(monkeypatch):
+    monkeypatch.setattr(meeting, "_ANSWER_S", _WAIT_S)  # of a busy machine
+    store = StoreProcess("127.0.0.1", "127.0.0.1", "a-secret-of-the-tests")
+    try:
+        store.publish("first", "1")
+        keys = [*(f"continuation/begun/{rank}" for rank in range(300)), "first", "second"]
+        assert store.has(keys) == [False] * 300 + [True, False]
+        assert store.has([]) == []
+        store.renew()
+        assert store.has(["first"]) == [False]
+        os.kill(store._process.pid, signal.SIGKILL)
+        store._process.wait()
+        with pytest.raises(LaunchError, match="store server"):
+            store.has(["first"])
+    finally:
+        store.close()
 
 
 def test_a_store_that_cannot_be_started_is_one_line(monkeypatch):

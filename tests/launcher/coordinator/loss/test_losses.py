@@ -20,7 +20,7 @@ from echelon.launcher.incident import verdicts
 from echelon.launcher.job.report import Incident, Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import parse
-from echelon.recorder.continuation import Epoch, Standing, State, note_standing
+from echelon.recorder.continuation import Epoch, Standing, State, begun_key, note_standing
 from tests.launcher.coordinator import jobs
 from tests.launcher.coordinator.jobs import JobStore
 from tests.ranks import read_json
@@ -34,6 +34,9 @@ class _Store(JobStore):
 
     def publish(self, key: str, value: str) -> None:
         self.values[key] = value
+
+    def has(self, keys):
+        return [key in self.values for key in keys]
 
 
 class _Job:
@@ -308,6 +311,48 @@ def test_a_rank_on_another_node_is_lost_and_its_node_stays(tmp_path, monkeypatch
     assert (continued["num_ranks"], continued["repeated"]) == (3, True)
     earlier = job.coordinator._world.lost_earlier(())
     assert (earlier.since_mono_ns, dict(earlier.since_there_ns)) == (900, {2: 123, 3: 123})
+    job.coordinator.close()
+
+
+def test_a_node_that_is_lost_before_it_reported_its_ranks_is_a_loss(tmp_path, monkeypatch):
+    """In their first step, the launcher may not know of it yet; the store has it from the ranks."""
+    job = _on_two_nodes(tmp_path, monkeypatch)
+    store = job.coordinator._meeting
+    for rank in (2, 3):
+        store.publish(begun_key(rank), "1")
+    job.take(job.other, m.Left(reason="no heartbeat"))
+    told = Epoch.unpack(store.values["continuation/1/epoch"])
+    assert told == Epoch(number=1, roster=(0, 1), lost=(2, 3))
+    job.coordinator.close()
+
+
+def test_an_epoch_awaits_a_rank_that_only_the_store_knows(tmp_path, monkeypatch):
+    job = _on_two_nodes(tmp_path, monkeypatch)
+    for rank in (2, 3):
+        job.coordinator._meeting.publish(begun_key(rank), "1")
+    job.take(job.other, m.WorkerEnded(attempt=0, rank=3, code=-signal.SIGKILL))
+    assert "rank 3 is lost; continuing with rank 0, 1, 2" in job.terminal.text
+    for rank in range(2):
+        monkeypatch.setenv("ECHELON_RANK_DIR", str(RunDirectory(tmp_path, "").rank_dir(rank, 0)))
+        note_standing(Standing(state=State.PROTECTED, epoch=1, step=5, ready_mono_ns=900))
+    job.look()
+    assert job.report.continuations == []
+    _stands(job, 1)
+    job.look()
+    assert [one["num_ranks"] for one in job.report.continuations] == [3]
+    job.coordinator.close()
+
+
+@pytest.mark.parametrize("begun", [(), (2,)])
+def test_a_rank_that_has_not_begun_makes_the_loss_of_its_node_a_failure(
+    tmp_path, monkeypatch, begun
+):
+    job = _on_two_nodes(tmp_path, monkeypatch)
+    for rank in begun:
+        job.coordinator._meeting.publish(begun_key(rank), "1")
+    job.take(job.other, m.Left(reason="no heartbeat"))
+    first = 2 + len(begun)
+    assert f"cannot continue without rank 2, 3: rank {first} is not in res" in job.terminal.text
     job.coordinator.close()
 
 
