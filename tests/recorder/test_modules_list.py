@@ -44,6 +44,36 @@ def test_a_rank_lists_installed_modules_and_the_variables_it_has_set(tmp_path):
     assert not {"HOME", "ECHELON_RANK_DIR"} & set(told["changed"])
 
 
+_STEPS = """
+import json, os
+from echelon import recorder
+
+def listed():
+    with open(os.environ["ECHELON_MODULES_FILE"]) as file:
+        return "colorsys" in json.load(file)["modules"]
+
+recorder.step(7)
+import colorsys
+recorder.step()
+assert not listed()
+recorder.step()
+assert listed()
+"""
+
+
+def test_what_the_first_two_steps_load_is_listed_when_their_end_shows(tmp_path):
+    """The launcher starts standbys as soon as it sees two finished steps."""
+    environ = {
+        "PATH": os.environ["PATH"], "ECHELON_RANK_DIR": str(tmp_path / "rank"),
+        "ECHELON_MODULES_FILE": str(tmp_path / "modules.json"),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _STEPS], cwd=tmp_path, env=environ, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_modules_loaded_by_another_thread_do_not_disturb_the_list(monkeypatch):
     names = (f"loaded_meanwhile_{number}" for number in count())
 

@@ -49,13 +49,13 @@ from echelon.launcher.output.output import Source, Stream, Terminal
 from echelon.launcher.status.status import RankStatus, silent, status_of
 from echelon.recorder.format.schema import Live, Record
 from echelon.recorder.read import read_ring
+from echelon.recorder.write.setup.modules import STEADY_STEPS
 
 _DRAIN_S = 1.0  # for the output that ended workers left in their pipes
 _SWEEP_S = 2.0
 _NOT_STARTED = 127
 _LIMITS_S = 10.0  # between two writes of the learned limits
-_STEADY_STEPS = 2  # after which an attempt is in its steady state; without steps,
-_STEADY_S = 30.0  # after this time
+_STEADY_S = 30.0  # after which an attempt without steps is in its steady state
 _CALM_S = 5.0  # without ranks, as on a spare node, after which standbys may load
 
 
@@ -179,7 +179,7 @@ class NodeAgent:
             return False
         if time.monotonic() >= self._started_s + _STEADY_S:
             return True
-        return all(self._num_steps(worker) >= _STEADY_STEPS for worker in self._workers)
+        return all(self._num_steps(worker) >= STEADY_STEPS for worker in self._workers)
 
     def _has_succeeded(self) -> bool:
         """Return whether all of this node's ranks have succeeded."""

@@ -84,6 +84,7 @@ class Recorder:
         self._stepping_thread = 0
         self._identifying = threading.RLock()
         self._clocks = HostClocks(ring.identity.mono_ns, ring.identity.wall_ns)
+        self._after_steps: tuple[int, Callable[[], None]] | None = None
         self.closing = threading.Event()
         self.is_in_c = in_c and native.available()
         self.native: native.NativeWriter | None = None
@@ -189,13 +190,32 @@ class Recorder:
         try:
             now, live = self._now(), self._live
             before = live[_STEP]
-            live[_STEP] = word = before + 1 if number is None else _step_word(number, before)
+            word = before + 1 if number is None else _step_word(number, before)
+            if self._after_steps is not None:
+                self._call_if_due(word)
+            live[_STEP] = word
             self._ring.step = word - 1
             live[_STEP_MONO_NS] = live[_PROGRESS] = now
             if begins:
                 self._note_spent(now)
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return
+
+    def call_after_steps(self, num_steps: int, action: Callable[[], None]) -> None:
+        """Call `action` on the training thread once, just before the end of a step is recorded.
+
+        Args:
+            num_steps: the number of steps that have ended by then.
+        """
+        self._after_steps = (num_steps, action)
+
+    def _call_if_due(self, word: int) -> None:
+        first = self._live[_FIRST_STEP]
+        if self._after_steps is None or not first or word - first < self._after_steps[0]:
+            return
+        _, action = self._after_steps
+        self._after_steps = None
+        action()
 
     def _note_spent(self, now: int) -> None:
         """Publish how the calling thread has spent its time since the first step."""

@@ -1,9 +1,11 @@
 """List the installed modules that this process has imported, for the launcher's standbys.
 
 The list also contains the environment variables that the program has set. The list is written when
-the recorder starts, and again after ten seconds, because libraries import many modules in the first
-steps. Only installed modules and echelon's own are listed. The launcher reads the list when it
-starts a standby (`echelon run --standby`).
+the recorder starts, after two steps and after ten seconds, because libraries import many modules
+when the process group is created and in the first steps. Standbys are started after two steps, so
+the list is written before the end of the second step is recorded. Only installed modules and
+echelon's own are listed. The launcher reads the list when it starts a standby (`echelon run
+--standby`).
 """
 
 from __future__ import annotations
@@ -16,14 +18,20 @@ import sys
 import sysconfig
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from echelon.recorder.write.recorder import Recorder
+
+STEADY_STEPS = 2  # steps after which a program has loaded most of what it needs
 _AGAIN_S = 10.0
 
 
-def list_modules(path: Path) -> None:
-    """Write the list now, and once more from a thread. Never raises."""
+def list_modules(path: Path, recorder: Recorder) -> None:
+    """Write the list now, after two steps, and from a thread after ten seconds. Never raises."""
     pid = os.getpid()
     _write(path, pid)
+    recorder.call_after_steps(STEADY_STEPS, lambda: _write(path, pid))
     later = threading.Timer(_AGAIN_S, _write, (path, pid))
     later.daemon = True
     later.name = "echelon-modules"

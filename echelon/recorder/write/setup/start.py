@@ -121,7 +121,7 @@ def _start(
     _chain_hooks(recorder)
     recorder.start_heartbeat()
     if settings.modules_file is not None:
-        list_modules(settings.modules_file)
+        list_modules(settings.modules_file, recorder)
     if watch is not None:
         watch.start()
 
