@@ -189,6 +189,23 @@ def test_the_first_verdict_reaches_every_rank_with_its_text(make):
     assert "ncclUnhandledCudaError" in str(world.ended[2])
 
 
+def test_a_verdict_ends_the_wait_for_a_rank_that_does_not_answer(make, monkeypatch):
+    """Rank 1 is dead. Rank 2 knows that while rank 0 is still asking."""
+    monkeypatch.setattr(liveness, "_ANSWER_S", 600.0)
+    world = make({0: 8, 2: 8})
+    found: list[CollectiveError] = []
+    looking = threading.Thread(target=lambda: found.append(world.ranks[0].find(SUM, BROKEN, None)))
+    looking.daemon = True
+    looking.start()
+    question = PrefixStore("group", world.client())
+    question.wait(["answer/all_reduce--1-7/2"], timeout=60)
+    members = Members(name="world", rank=2, ranks=range(3))
+    world.ranks[2].publish(build.peer_lost(members, SUM, [1]))
+    looking.join(60)
+    assert [one.ranks for one in found] == [(1,)]
+    assert isinstance(found[0], PeerLostError)
+
+
 def test_where_the_store_is_gone_the_error_says_so_and_blames_no_rank():
     with StoreServer("127.0.0.1", 0) as server:
         world = World(server.port, {0: 8}, {})

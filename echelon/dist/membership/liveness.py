@@ -86,6 +86,7 @@ class Liveness:
         self._board = board if self._peers.watched != set(self._others) else None
         self._state: GroupState | None = None
         self._has_heard = False  # of a verdict: it needs no other
+        self._asking: Store | None = None  # the connection on which this rank looks for the cause
         self._num_monitored = 0
         self._arrivals = ""  # where ranks of the monitored barrier under way leave their marks
         self._is_closed = False
@@ -133,11 +134,16 @@ class Liveness:
         if broken is None and needed is not None and not dead and self._board is None:
             return build.timed_out(members, operation, needed)
         limit_s = time.monotonic() + _STORE_STALL_S
+        was_cut_off = False
         while True:
             try:
                 with contextlib.closing(quick(self._store)) as store:
+                    self._asking = store
                     return self._find(operation, broken, needed, dead, store)
             except StoreError as err:
+                if self._has_heard and not was_cut_off:
+                    was_cut_off = True
+                    continue  # cut off by the arrival of a verdict, which the next look finds
                 gone = self._peers.dead(self._others)
                 if gone:
                     return build.peer_lost(members, operation, gone)
@@ -376,6 +382,9 @@ class Liveness:
         elif notice["by"] != self._members.ranks[self._members.rank]:
             operation = Operation(notice["operation"], notice["sequence"])
             state.hear(self._reported(operation, notice))
+            asking = self._asking
+            if asking is not None:  # a dead rank would not answer until the time is over
+                asking.close()
 
     def _note(self, error: CollectiveError) -> dict[str, Any]:
         kind = next(name for name, one in _CLASSES.items() if isinstance(error, one))
