@@ -7,7 +7,7 @@ cannot be compared.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import msgpack
@@ -384,12 +384,13 @@ class Stop:
     """A command: signal the running workers, and kill those still running after the grace period.
 
     Only the first `Stop` of an attempt takes effect. If `urgent`, the node does not wait until an
-    incident has been collected.
+    incident has been collected. The ranks in `hung` are killed after a second.
     """
 
     number: int
     grace_ms: int
     urgent: bool = False
+    hung: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -526,8 +527,8 @@ def unpack(data: bytes) -> Event | Command:
         kind = _KINDS[name]
         # A newer version may have more fields, but its greeting must be readable to be refused.
         known = {f.name: values[f.name] for f in fields(kind) if f.name in values}
-        for field in fields(kind):
-            _check(field.type, known.get(field.name, field.default))
+        for one in fields(kind):
+            _check(one.type, known.get(one.name, one.default))
         message: Event | Command = kind(**known)
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as err:
         raise LaunchError(f"malformed message: {err}") from err

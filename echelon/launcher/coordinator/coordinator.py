@@ -650,7 +650,12 @@ class Coordinator:
     def _act(self, world: World, action: decide.Action) -> None:
         if isinstance(action, decide.StopWorkers):
             grace_ms = int(self._options.shutdown_timeout_s * 1000)
-            stop = m.Stop(number=action.number, grace_ms=grace_ms, urgent=action.urgent)
+            stop = m.Stop(
+                number=action.number,
+                grace_ms=grace_ms,
+                urgent=action.urgent,
+                hung=list(action.hung),
+            )
             self._tell(world.nodes, stop)
             self._replacements.stop(world)
         elif isinstance(action, decide.DismissJoiners):

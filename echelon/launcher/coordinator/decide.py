@@ -112,10 +112,14 @@ class SlowSeen:
 class StallExamined:
     """An event: the incident for a stall is complete.
 
-    `lasts` is True if no rank has made progress since the incident began.
+    Attributes:
+        lasts: whether no rank has made progress since the incident began.
+        hung: the ranks that hang in their own code. If the attempt ends, they are given little
+            time, because the other ranks are waiting for them and cannot end properly until then.
     """
 
     lasts: bool
+    hung: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +171,12 @@ class StopWorkers:
 
     Attributes:
         urgent: whether to stop without waiting until an incident has been collected.
+        hung: the ranks that get only a short grace period.
     """
 
     number: int
     urgent: bool = False
+    hung: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +306,7 @@ class Attempt:
         if not (event.lasts and self._stop_on_stall and self.phase is Phase.RUNNING):
             return []
         self._ended_by = EndedBy.STALL
-        return self._stop(signal.SIGTERM, now_s)
+        return self._stop(signal.SIGTERM, now_s, hung=event.hung)
 
     def _on_stop(self, event: StopRequested | LeaveRequested, now_s: float) -> list[Action]:
         if isinstance(event, StopRequested):
@@ -339,9 +345,11 @@ class Attempt:
         how = first.how or describe_code(first.code)
         return [CollectIncident("failure", f"rank {first.rank} {how}")]
 
-    def _stop(self, number: int, now_s: float, *, urgent: bool = False) -> list[Action]:
+    def _stop(
+        self, number: int, now_s: float, *, urgent: bool = False, hung: tuple[int, ...] = ()
+    ) -> list[Action]:
         self._enter(Phase.STOPPING, now_s + self._grace_s + BACKSTOP_S)
-        return [StopWorkers(number, urgent)]
+        return [StopWorkers(number, urgent, hung)]
 
     def _enter(self, phase: Phase, deadline_s: float | None) -> None:
         self.phase = phase

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from echelon.launcher.coordinator.decide import Phase, StallExamined
-from echelon.launcher.coordinator.loss.hung import HungRanks, computing
+from echelon.launcher.coordinator.loss.hung import OWN_HANGS, HungRanks, computing
 from echelon.launcher.coordinator.policy.failure import UNKNOWN, without
 from echelon.launcher.coordinator.policy.judging import failure_of
 from echelon.launcher.coordinator.policy.table import PATIENCE, may_pass
@@ -63,6 +63,7 @@ class Stalls:
         self._incident: Incident | None = None  # the incident whose verdict is awaited
         self._until_s = float("inf")
         self._is_late = False  # whether the verdict is late; until it arrives, the stall may pass
+        self._culprits: tuple[int, ...] = ()  # the ranks that hang, according to the verdict
 
     def on_examined(
         self, world: World, event: StallExamined, incident: Incident | None, now_s: float
@@ -89,6 +90,7 @@ class Stalls:
         self._world = self._incident = None
         self._until_s = float("inf")
         self._is_late = False
+        self._culprits = ()
 
     def note_loss(self) -> None:
         """Forget the stall after the loss of a rank, because the remaining ranks continue.
@@ -129,8 +131,9 @@ class Stalls:
             self._is_late = True
             self._until_s = now_s + self._patience_s
         if now_s >= self._until_s:
+            hung = self._culprits
             self._forget()
-            self._end(world, StallExamined(lasts=True))
+            self._end(world, StallExamined(lasts=True, hung=hung))
 
     def _judge(self, world: World, incident: Incident, now_s: float) -> None:
         if world.attempt.phase is not Phase.RUNNING:  # a failure or the user ends it already
@@ -138,6 +141,8 @@ class Stalls:
             return
         failure = failure_of(world, incident)
         cause, passes = failure.cause, may_pass(failure.cause)
+        if cause in OWN_HANGS and failure.is_certain:
+            self._culprits = failure.culprit_ranks
         if self._replaces:
             gone = [rank for rank in failure.culprit_ranks if world.is_survived(rank)]
             failure = without(failure, gone)

@@ -16,7 +16,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -90,6 +90,7 @@ class NodeAgent:
         self._laps: LapReports | None = None
         self._standings: Standings | None = None
         self._grace = Grace()
+        self._hung: frozenset[int] = frozenset()  # ranks with a short grace period
         self._examination: Examination | None = None
         self._kept: Sequence[Record] | None = None  # a snapshot that no coordinator has requested
         self._stop_after_examination: m.Stop | None = None
@@ -422,7 +423,8 @@ class NodeAgent:
             if command.urgent:
                 self._examination.hurry()
             return
-        self._grace.begin(command.grace_ms / 1e3, time.monotonic())
+        self._hung = frozenset(command.hung)
+        self._grace.begin(command.grace_ms / 1e3, time.monotonic(), has_hung=bool(self._hung))
         self._end_workers(command.number)
         # A stopped process handles SIGTERM only once it runs again.
         self._end_workers(signal.SIGCONT)
@@ -438,8 +440,11 @@ class NodeAgent:
         """Kill some ranks and their process groups."""
         if command.attempt != self.attempt:
             return  # an earlier one
+        self._kill_some(command.ranks)
+
+    def _kill_some(self, ranks: Collection[int]) -> None:
         for worker in self._workers:
-            if worker.rank in command.ranks and worker.exit_code is None:
+            if worker.rank in ranks and worker.exit_code is None:
                 self._guard.signal(worker.local_rank, signal.SIGKILL)
 
     def _end_workers(self, number: int) -> None:
@@ -453,6 +458,8 @@ class NodeAgent:
         due = self._grace.due(time.monotonic())
         if due is Due.KILL:
             self.kill()
+        elif due is Due.KILL_HUNG:  # the others then see its end, and end properly
+            self._kill_some(self._hung)
         elif due in (Due.NAME, Due.GIVE_UP):
             assert self._start is not None
             for worker in self._workers:

@@ -17,6 +17,7 @@ from enum import Enum
 ANSWER_S = 5.0  # for the coordinator to answer a request to stop
 _AGAIN_S = 1.0  # the shell and the kernel may both send a signal; a person takes longer
 _NAME_S = 5.0  # from SIGKILL to the report of the ranks that survive it
+_HUNG_S = 1.0  # the grace period of a rank that hangs
 UNKILLABLE_S = 30.0  # from SIGKILL to abandoning them
 
 
@@ -62,6 +63,7 @@ class Due(Enum):
     """The actions that may be due while workers are being stopped."""
 
     NOTHING = "nothing"
+    KILL_HUNG = "kill hung ranks"
     KILL = "kill"
     NAME = "name"
     GIVE_UP = "give up"
@@ -72,6 +74,7 @@ class Grace:
 
     def __init__(self) -> None:
         self._kill_s = float("inf")
+        self._kill_hung_s = float("inf")
         self._killed_s = float("inf")
         self._named = self._given_up = False
 
@@ -80,10 +83,16 @@ class Grace:
         """Whether workers have been asked to stop or have been killed."""
         return self._kill_s < float("inf") or self._killed_s < float("inf")
 
-    def begin(self, grace_s: float, now_s: float) -> None:
-        """Record that workers were signalled. Only the first call has an effect."""
+    def begin(self, grace_s: float, now_s: float, *, has_hung: bool = False) -> None:
+        """Record that workers were signalled. Only the first call has an effect.
+
+        Args:
+            has_hung: whether some of the workers hang, so that they are killed earlier.
+        """
         if not self.is_running:
             self._kill_s = now_s + grace_s
+            if has_hung:
+                self._kill_hung_s = now_s + min(_HUNG_S, grace_s)
 
     def note_killed(self, now_s: float) -> None:
         """Record that workers were killed."""
@@ -95,7 +104,7 @@ class Grace:
         Call this while workers are running.
         """
         if self._killed_s == float("inf"):
-            return Due.KILL if now_s >= self._kill_s else Due.NOTHING
+            return self._due_before_kill(now_s)
         if not self._named and now_s >= self._killed_s + _NAME_S:
             self._named = True
             return Due.NAME
@@ -104,10 +113,18 @@ class Grace:
             return Due.GIVE_UP
         return Due.NOTHING
 
+    def _due_before_kill(self, now_s: float) -> Due:
+        if now_s >= self._kill_s:
+            return Due.KILL
+        if now_s >= self._kill_hung_s:
+            self._kill_hung_s = float("inf")
+            return Due.KILL_HUNG
+        return Due.NOTHING
+
     def deadline_s(self) -> float:
         """Return the time at which to call `due` next."""
         if self._killed_s == float("inf"):
-            return self._kill_s
+            return min(self._kill_s, self._kill_hung_s)
         if not self._named:
             return self._killed_s + _NAME_S
         return float("inf") if self._given_up else self._killed_s + UNKILLABLE_S

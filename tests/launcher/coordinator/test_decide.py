@@ -87,6 +87,13 @@ def test_a_stall_is_reported_and_the_job_goes_on():
     assert attempt.phase is Phase.RUNNING
 
 
+def test_the_ranks_that_hang_are_named_in_the_stop():
+    attempt = _attempt(2, stop_on_stall=True)
+    attempt.on(StallSeen("slow"), 5.0)
+    stop = [StopWorkers(signal.SIGTERM, hung=(1,))]
+    assert attempt.on(StallExamined(lasts=True, hung=(1,)), 8.0) == stop
+
+
 def test_a_stall_that_lasts_ends_the_job_if_asked_to():
     attempt = _attempt(1, stop_on_stall=True)
     assert attempt.on(StallSeen("slow"), 5.0) == [CollectIncident("stall", "slow")]

@@ -36,6 +36,7 @@ class _Job:
         self.options = parse([*argv, "--no-python", "true"], {})
         self.waits = True
         self.ended: list[bool] = []
+        self.hung_ranks: tuple[int, ...] = ()
         self.said = ""
         node = Node(name="a", host="a", num_workers=2)
         self.world, _ = World.of(
@@ -54,6 +55,7 @@ class _Job:
 
     def _end(self, world: World, event: StallExamined) -> None:
         self.ended.append(event.lasts)
+        self.hung_ranks = event.hung
 
     def _say(self, text: str) -> None:
         self.said += text
@@ -114,6 +116,26 @@ def test_a_program_that_hangs_is_ended_as_soon_as_its_verdict_is_known(job, caus
     job.explain(cause)
     job.stalls.step(1.0)
     assert job.ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("cause", "confidence", "hung"),
+    [
+        ("host_hang", "certain", (1,)),
+        ("gil_hang", "certain", (1,)),
+        ("host_hang", "likely", ()),
+        ("frozen_process", "certain", ()),  # it continues when it is asked to stop, and may save
+        ("shape_mismatch", "certain", ()),
+    ],
+)
+def test_only_a_rank_that_certainly_hangs_in_its_own_code_gets_less_grace(
+    job, cause, confidence, hung
+):
+    job.begin()
+    job.explain(cause, confidence)
+    job.stalls.step(1.0)
+    assert job.ended == [True]
+    assert job.hung_ranks == hung
 
 
 def test_ranks_that_progress_are_not_ended_later(job):

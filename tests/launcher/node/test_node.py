@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -101,6 +103,22 @@ def test_only_the_named_ranks_of_the_present_attempt_are_killed(node):
     node.kill_ranks(m.KillRanks(attempt=0, ranks=[1, 3]))
     assert node._guard.signals == []
     node.kill_ranks(m.KillRanks(attempt=0, ranks=[2]))
+    assert node._guard.signals == [(0, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize(("hung", "killed_after_s"), [([0, 2], 1.0), ([2], 5.0)])
+def test_a_rank_that_hangs_is_killed_before_its_grace_ends(node, monkeypatch, hung, killed_after_s):
+    node.start(_start(0))
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    stop = m.Stop(number=signal.SIGTERM, grace_ms=5000, hung=hung)
+    node.stop(cast("m.Stop", m.unpack(m.pack(stop))))
+    node._guard.signals.clear()
+    now_s += killed_after_s - 0.1
+    node.tick()
+    assert node._guard.signals == []
+    now_s += 0.2
+    node.tick()
     assert node._guard.signals == [(0, signal.SIGKILL)]
 
 

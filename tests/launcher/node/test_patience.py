@@ -32,6 +32,23 @@ def test_a_node_stops_alone_if_the_coordinator_does_not_react():
     assert user.deadline_s() == float("inf")
 
 
+def test_ranks_that_hang_are_killed_after_a_second_and_the_others_keep_their_grace():
+    grace = Grace()
+    grace.begin(3.0, 10.0, has_hung=True)
+    assert grace.due(10.9) is Due.NOTHING
+    assert grace.deadline_s() == 11.0
+    assert grace.due(11.0) is Due.KILL_HUNG
+    assert grace.due(11.1) is Due.NOTHING
+    assert grace.deadline_s() == 13.0
+    assert grace.due(13.0) is Due.KILL
+
+
+def test_a_short_grace_holds_for_ranks_that_hang_too():
+    grace = Grace()
+    grace.begin(0.0, 10.0, has_hung=True)
+    assert grace.due(10.0) is Due.KILL
+
+
 def test_the_grace_runs_from_the_first_signal_and_each_step_is_due_once():
     grace = Grace()
     assert grace.due(1e9) is Due.NOTHING

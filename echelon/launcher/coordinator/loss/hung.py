@@ -25,8 +25,8 @@ from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Incident
 
 DIES_S = 30.0  # from the order to kill a rank to its end, on a busy node
-_MAY_COMPUTE = ("gil_hang", "host_hang")  # a rank with such a verdict may be at work
-_CAUSES = ("frozen_process", *_MAY_COMPUTE)
+OWN_HANGS = ("gil_hang", "host_hang")  # in the rank's own code, which may be computing
+_CAUSES = ("frozen_process", *OWN_HANGS)
 
 
 class HungRanks:
@@ -145,6 +145,6 @@ class HungRanks:
 
 def computing(failure: Failure) -> tuple[int, ...]:
     """Return the culprits that may still be computing, if the failure is a hang."""
-    if failure.cause not in _MAY_COMPUTE:
+    if failure.cause not in OWN_HANGS:
         return ()
     return tuple(rank for rank in failure.culprit_ranks if rank not in failure.idle_ranks)
