@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if err.errno == errno.EPIPE:
             return 128 + signal.SIGPIPE
-        print(f"echelon {command}: cannot write: {err.strerror}", file=sys.stderr)
+        print(f"echelon {command}: cannot write the output: {err.strerror}", file=sys.stderr)
         return 1
     return code
 
@@ -92,8 +92,8 @@ def _show(command: str, arguments: list[str]) -> int:
         print(_HELP, end="")
         return 0
     print(
-        f"echelon: unknown command {command!r}; choose run, status, report, doctor, prepare, "
-        "plot, plan, witness or store",
+        f"echelon: unknown command {command!r}; use one of run, status, report, doctor, prepare, "
+        "plot, plan, witness and store",
         file=sys.stderr,
     )
     return 2

@@ -39,7 +39,7 @@ def test_a_full_disk_costs_one_line():
     with FULL.open("w") as full:
         done = _echelon("--help", stdout=full)
     assert done.returncode == 1
-    assert done.stderr == "echelon --help: cannot write: No space left on device\n"
+    assert done.stderr == "echelon --help: cannot write the output: No space left on device\n"
 
 
 def test_an_unknown_command_is_told_all_that_there_are():

@@ -146,7 +146,7 @@ class ProcessGroup(Collectives, PointToPoint):
         if self.rank == root:
             if objs is None or len(objs) != self.size:
                 raise ValueError(
-                    f"scatter_object: root {root} must pass a list of {self.size} object(s), got "
+                    f"scatter_object: root {root} must pass one object per rank ({self.size}), got "
                     f"{'None' if objs is None else len(objs)}"
                 )
             parts = [objects.encode(obj) for obj in objs]

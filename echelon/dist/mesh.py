@@ -150,7 +150,7 @@ def _check(shape: tuple[int, ...], names: tuple[str, ...], world_size: int) -> N
 def _check_distinct(names: tuple[str, ...]) -> None:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ValueError(f"mesh axis {twice[0]!r} is named twice: {names}")
+        raise ValueError(f"mesh axis {twice[0]!r} is listed twice: {names}")
 
 
 def _coordinate(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -26,5 +26,5 @@ class Options:
         """Check the settings."""
         if self.reduction not in REDUCTIONS:
             raise ValueError(
-                f"reduction {self.reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}"
+                f"unknown reduction {self.reduction!r}; use one of {', '.join(REDUCTIONS)}"
             )

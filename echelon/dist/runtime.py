@@ -432,8 +432,8 @@ def _need() -> _World:
 def _check_process(state: _World) -> None:
     if os.getpid() != state.pid:
         raise ValueError(
-            f"the world belongs to process {state.pid}, of which this process is a fork: a "
-            "fork cannot take part. Start ranks with a launcher, or call init only in the child"
+            f"the world belongs to process {state.pid}, and this process, a fork of it, cannot use "
+            "the world. Start ranks with a launcher, or call init only in the child"
         )
 
 

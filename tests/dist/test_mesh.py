@@ -61,7 +61,7 @@ def test_rows_of_one_name_split_apart():
     [
         ((2,), ("dp",), "needs 2 ranks, but the world has 1"),
         ((1, 1), ("dp",), "one name per axis"),
-        ((1, 1), ("dp", "dp"), "is named twice"),
+        ((1, 1), ("dp", "dp"), "is listed twice"),
         ((), (), "one name per axis"),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_mesh_that_does_not_fit_says_so(shape, names, says):
             mesh.group("tp")
         with pytest.raises(ValueError, match="name one of the axes pp, dp"):
             mesh.group()
-        with pytest.raises(ValueError, match="axis 'dp' is named twice"):
+        with pytest.raises(ValueError, match="axis 'dp' is listed twice"):
             mesh["dp", "dp"]
         with pytest.raises(ValueError, match="at least one axis"):
             mesh[()]

@@ -539,9 +539,9 @@ def _capture(rank: int, world_size: int) -> None:
         world.all_reduce(x)
         work = world.all_reduce(x, "max", async_op=True)
         work.wait()
-        with pytest.raises(ValueError, match="Run the operation once before the capture"):
+        with pytest.raises(ValueError, match="Run the operation once before capturing it"):
             world.all_reduce(array(torch.ones(5)))
-        with pytest.raises(ValueError, match="Run the operation once before the capture"):
+        with pytest.raises(ValueError, match="Run the operation once before capturing it"):
             world.send(x, 1 - rank, tag=9)
         time.sleep(0.5)  # for the threads that ask events
     running.wait()

@@ -135,7 +135,7 @@ def _find(name: str) -> tuple[Create, Callable[[], str], str]:
     plugins = _plugins()
     if name not in plugins:
         known = ", ".join((*_OWN, *sorted(plugins)))
-        raise ValueError(f"backend {name!r} is not known; known backends: {known}")
+        raise ValueError(f"unknown backend {name!r}; use one of {known}")
     point = plugins[name]
     made = cast("Create", point.load())
     return made, getattr(made, "not_ready", lambda: ""), point.value

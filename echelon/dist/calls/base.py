@@ -319,7 +319,7 @@ class Calls:
     def _check_any_source(self, data: View, async_op: bool) -> None:
         if data.device != "cpu":
             raise ValueError(
-                f"recv of {data} from any rank is not possible on {data.device}: name the source"
+                f"recv of {data} from any rank is not supported on {data.device}: pass the source"
             )
         if self._batch() is not None and not async_op:
             raise ValueError(

@@ -84,7 +84,7 @@ def even_runs(total: int, size: int) -> tuple[Run, ...]:
         ValueError: `total` or `size` is below 1.
     """
     if total < 1 or size < 1:
-        raise ValueError(f"total {total} and size {size} must be at least 1")
+        raise ValueError(f"total and size must be at least 1, got {total} and {size}")
     most, rest = divmod(total, size)
     starts = [rank * most + min(rank, rest) for rank in range(size + 1)]
     return tuple(Run(starts[rank], starts[rank + 1], total) for rank in range(size))

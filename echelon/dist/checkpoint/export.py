@@ -63,7 +63,7 @@ def _only_module(source: Version) -> str:
     modules = [path for path, kind in source.manifest.kinds.items() if kind == MODULE]
     if len(modules) != 1:
         names = ", ".join(modules) or "none"
-        raise ValueError(f"{source.path}: set key= to the module to export; modules here: {names}")
+        raise ValueError(f"{source.path}: set key= to the module to export (modules: {names})")
     return modules[0]
 
 
@@ -142,7 +142,7 @@ def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
     if len(settings) > len({group for group, *_ in settings}):
         raise ValueError(
             f"{source.path}: {prefix.rstrip('/')} has groups whose parameters were saved with "
-            "different settings on each rank: export only the modules (key)"
+            "different settings on each rank: export each module on its own (key=)"
         )
     order = sorted(places, key=lambda name: places[name])
     states: dict[int, dict[str, Any]] = {}

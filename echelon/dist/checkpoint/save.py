@@ -86,7 +86,7 @@ def save(
     """
     if keep < 1:
         raise ValueError(
-            f"keep must be at least 1, because this checkpoint itself is kept; got {keep}"
+            f"keep must be at least 1, because this checkpoint is always kept; got {keep}"
         )
     root = place_of(path)
     if isinstance(root, Path) and (
@@ -152,7 +152,7 @@ def _unless_lost(peers: Peers, error: Exception | None) -> Exception | None:
     if not isinstance(error, _LostPartError):
         return error
     if peers.rank == 0:
-        warnings.warn(f"{error}. The next save is attempted as usual", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{error}. The next save will run as usual", RuntimeWarning, stacklevel=2)
     return None
 
 

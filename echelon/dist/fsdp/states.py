@@ -204,8 +204,8 @@ def _show_shards(unit: Unit) -> None:
     driver = driver_of(unit)
     if driver.is_at_work(unit):
         raise RuntimeError(
-            f"the state of {unit} was read or set during a forward or backward, which needs "
-            "the whole parameters: read or set the state between two steps"
+            f"the state of {unit} was read or set during a forward or backward pass, which needs "
+            "the whole parameters: read or set the state between steps"
         )
     unit.adopt()
     driver.release([unit])

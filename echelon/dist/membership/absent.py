@@ -46,10 +46,10 @@ class AbsentEngine:
             CollectiveError: always.
         """
         raise CollectiveError(
-            f"{operation.kind} in group {self._members.name!r}: rank {self._members.rank} takes "
-            "the place of a lost rank, and the other ranks are in their steps already. Before "
-            "resilient.run, call no collectives in a program that runs with --on-loss replace. "
-            "checkpoint.load is collective, too: skip it where ECHELON_JOIN_AFTER is set",
+            f"{operation.kind} in group {self._members.name!r}: rank {self._members.rank} replaces "
+            "a lost rank, and the other ranks are already training. With --on-loss replace, call "
+            "no collectives before resilient.run. checkpoint.load is also a collective: skip it "
+            "if ECHELON_JOIN_AFTER is set",
             group=self._members.name,
             operation=operation.kind,
             sequence=operation.sequence,

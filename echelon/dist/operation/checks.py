@@ -36,7 +36,7 @@ def check_reduce_op(op: str, dtype: str) -> str:
         ValueError: the reduction is unknown, or is not defined on the dtype.
     """
     if op not in REDUCE_OPS:
-        raise ValueError(f"op {op!r} is not known; use one of {', '.join(REDUCE_OPS)}")
+        raise ValueError(f"unknown op {op!r}; use one of {', '.join(REDUCE_OPS)}")
     if not is_numeric(dtype):
         raise ValueError(f"op {op!r} is not defined on {dtype}, which can be moved but not reduced")
     if op in _BITWISE and is_floating(dtype):
@@ -61,8 +61,8 @@ def check_pair(
     _check_alike(call, large_name, large, small_name, small)
     if len(large.data) != size * len(small.data):
         raise ValueError(
-            f"{call}: {large_name} must hold {size} times {small_name}: "
-            f"{large_name} is {large}, {small_name} is {small}"
+            f"{call}: {large_name} must be {size} times as long as {small_name}, but "
+            f"{large_name} is {large}, and {small_name} is {small}"
         )
     check_overlap(call, large_name, large, small_name, small, rank * small.num_bytes)
 
@@ -245,7 +245,7 @@ def check_wait(timeout_s: float | timedelta | None) -> float | None:
     seconds = _seconds(timeout_s)
     if seconds >= 0:
         return min(seconds, _LONGEST_TIMEOUT_S)
-    raise ValueError(f"timeout_s must be a number of seconds, 0 or above, got {timeout_s!r}")
+    raise ValueError(f"timeout_s must be a number of seconds >= 0, got {timeout_s!r}")
 
 
 def _seconds(timeout_s: Any) -> float:
@@ -265,7 +265,7 @@ def check_tag(tag: Any) -> int:
     """
     number = check_index(tag, "tag")
     if not 0 <= number <= _LARGEST_TAG:
-        raise ValueError(f"tag {tag!r} is not a number from 0 to {_LARGEST_TAG}")
+        raise ValueError(f"tag must be from 0 to {_LARGEST_TAG}, got {tag!r}")
     return number
 
 

@@ -56,7 +56,7 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     known = tuple(name for name in NAMES if name in mesh.names)
     if known != mesh.names:
         raise ValueError(
-            f"a mesh for parallelize has axes from {', '.join(NAMES)}, in this order; got "
-            f"{', '.join(mesh.names)}"
+            f"the axes of a mesh for parallelize must be among {', '.join(NAMES)}, in this order; "
+            f"got {', '.join(mesh.names)}"
         )
     return Axes(mesh.completed(NAMES))

@@ -96,7 +96,7 @@ def parallelize(
     axes = axes_of(mesh)
     plan = _plan_of(model, plan)
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be a number >= 1, got {num_microbatches!r}")
+        raise ValueError(f"num_microbatches must be an integer >= 1, got {num_microbatches!r}")
     if sequence and axes.tensor.size == 1:
         raise ValueError(
             "sequence=True needs at least two ranks on axis tp, along which sequences are split"

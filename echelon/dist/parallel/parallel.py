@@ -223,7 +223,7 @@ class Parallel:
             other = next(rank for rank, one in enumerate(sums) if one != sums[0])
             raise ValueError(
                 f"ranks {group.ranks[0]} and {group.ranks[other]} were given different data, "
-                "but the ranks of axis tp must share the same data. Divide data by "
+                "but all ranks of axis tp need the same data. Divide the data with "
                 "parallel.data, not by rank"
             )
 

@@ -62,7 +62,7 @@ class Plan:
         for pattern, style in self.tensor.items():
             if style not in _STYLES:
                 raise ValueError(
-                    f"plan.tensor[{pattern!r}] is {style!r}; it must be one of {', '.join(_STYLES)}"
+                    f"plan.tensor[{pattern!r}] must be one of {', '.join(_STYLES)}, got {style!r}"
                 )
 
 

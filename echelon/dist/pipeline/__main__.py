@@ -96,8 +96,8 @@ def _show(arguments: argparse.Namespace) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     plan = Plan.load(arguments.file)
     print(
-        f"{arguments.file}: {plan.num_ranks} ranks, {plan.num_stages} stages, "
-        f"{plan.num_microbatches} micro-batches: can be executed"
+        f"{arguments.file} is a valid plan: {plan.num_ranks} ranks, {plan.num_stages} stages, "
+        f"{plan.num_microbatches} micro-batches"
     )
 
 

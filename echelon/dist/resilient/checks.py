@@ -28,8 +28,8 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
         )
     if any(is_dtensor(one) for one in model.parameters()):
         raise ValueError(
-            "resilient.run does not support DTensors: a rank's parts are lost with the rank. Use "
-            "fully_shard, or restart from a checkpoint"
+            "resilient.run does not support DTensors: it cannot recover the parts of a lost rank. "
+            "Use fully_shard, or restart from a checkpoint"
         )
     units = units_of(model)
     for unit in units:
@@ -52,7 +52,7 @@ def check_units(model: nn.Module, before: Sequence[Unit]) -> None:
     """
     if units_of(model) != list(before):
         raise ValueError(
-            "prepare has called fully_shard on a part of the model, whose shards could not be "
+            "prepare called fully_shard on a part of the model, and those shards could not be "
             "restored after a loss: call fully_shard before resilient.run"
         )
 

@@ -102,19 +102,21 @@ def check_alike(
     for what, sent in rows[source].items():
         others = [place for place, row in enumerate(rows) if row.get(what) != sent]
         if group.rank in others and group.rank in newcomers:
-            raise ValueError(f"this rank cannot join: {what} is not as it was sent")
+            raise ValueError(f"this rank cannot join: {what} differs from what was sent")
         apart = [group.ranks[place] for place in others if place not in newcomers]
         if not apart:
             continue
         text = (
-            f"{what} of rank {group.ranks[source]} differs from that of rank "
-            f"{', '.join(map(str, apart))}"
+            f"{what} of rank {group.ranks[source]} differs on other ranks "
+            f"({', '.join(map(str, apart))})"
         )
         if not what.startswith(_OWN):
             raise ValueError(f"{text}: a lost rank of this model cannot be replaced")
         if group.rank == source:
             warnings.warn(
-                f"{text}: ranks that join receive the former", RuntimeWarning, stacklevel=2
+                f"{text}: ranks that join receive the values of rank {group.ranks[source]}",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
 

@@ -97,7 +97,7 @@ def places_of(rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
     newcomers = [place for place, row in enumerate(rows) if is_newcomer(row)]
     source = next((place for place in range(len(rows)) if place not in newcomers), None)
     if source is None:
-        raise CollectiveError("no rank is left that holds the training state")
+        raise CollectiveError("none of the remaining ranks holds the training state")
     return source, newcomers
 
 

@@ -118,14 +118,14 @@ def run(
     replicas = Replicas(num_replicas_of(model), num_replicas)
     replicas.check(group.size)
     if not first <= total:
-        raise ValueError(f"first={first} is above total={total}")
+        raise ValueError(f"first must be at most total, got first={first} and total={total}")
     is_protected = on_loss() in (SHRINK, REPLACE) and group.size > 1
     joins = Joins(is_on=on_loss() == REPLACE)
     after = runtime.join_after()
     if group.size > 1 and not is_protected and group.rank == 0:
         warnings.warn(
-            "resilient.run gives no protection here: a rank that dies ends this job. Start the "
-            "job with `echelon run --on-loss shrink`",
+            "resilient.run gives no protection here: this job ends if a rank dies. Start the job "
+            "with `echelon run --on-loss shrink`",
             stacklevel=2,
         )
     if is_protected:

@@ -188,7 +188,7 @@ class ShardedState:
             ValueError: the model, its sharding, the optimizer or `also` does not match.
         """
         if contents["sharding"] != self._sharding():
-            raise ValueError("fully_shard was called differently from the other ranks")
+            raise ValueError("the model is sharded differently from the other ranks' models")
         self._syncs[self._at] = contents["syncs"]
         self._sync_as_kept()
         rest = self._rest[self._at]

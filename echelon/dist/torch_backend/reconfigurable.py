@@ -140,7 +140,7 @@ class Reconfigurable:
             CollectiveError: `abort` was called during the call.
         """
         if not 0 <= rank < len(ranks):
-            raise ValueError(f"rank {rank} is not from 0 to {len(ranks) - 1}")
+            raise ValueError(f"rank must be from 0 to {len(ranks) - 1}, got {rank}")
         with self._configuring:
             configuration = Configuration(
                 address, name, rank, ranks, self._timeout_s, self._options

@@ -47,7 +47,7 @@ class Reduction:
         if kind == torch_dist.ReduceOp.PREMUL_SUM:
             return cls("sum", factor)
         if kind not in _PLAIN:
-            raise ValueError(f"reduce operation {kind} is unknown to backend 'echelon'")
+            raise ValueError(f"backend 'echelon' does not support reduce operation {kind}")
         return _PLAIN[kind]
 
     def real(self, tensor: Any) -> Any:

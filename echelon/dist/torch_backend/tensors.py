@@ -98,8 +98,8 @@ def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> N
     """
     if tensors[rank].numel() != own.numel():
         raise ValueError(
-            f"{what}: the list has {tensors[rank].numel()} elements for rank {rank} of the group, "
-            f"but its own tensor has {own.numel()}"
+            f"{what}: the list's tensor for rank {rank} of the group has "
+            f"{tensors[rank].numel()} elements, but the rank's own tensor has {own.numel()}"
         )
 
 

@@ -63,7 +63,7 @@ def _uneven_stages(rank, world_size, folder):
     other = refused(
         folder,
         {"model": numbered(4, 4 + rank)},
-        rf"model/0.weight: float32\[{4 + rank}, 4\] on rank {rank}, but not on rank {1 - rank}",
+        rf"model/0.weight is float32\[{4 + rank}, 4\] on rank {rank}, but differs on rank",
     )
     dist.shutdown()
     return same, other
@@ -117,7 +117,7 @@ def _tensors_in_values(rank, world_size, folder):
     torch.nn.init.ones_(sharded.weight)
     torch.nn.init.ones_(sharded.bias)
     mixed = {"x": sharded if rank == 0 else 7}
-    kinds.append(refused(folder, mixed, "x is of kind module on rank 0, but value on rank 1"))
+    kinds.append(refused(folder, mixed, "x has kind module on rank 0, but kind value on rank 1"))
     dist.shutdown()
     return kinds
 

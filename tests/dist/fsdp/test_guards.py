@@ -216,9 +216,7 @@ def _seen_by_autograd(rank, size):
     model = _sharded(_net())
     value = model[0](x)
     value.register_hook(lambda _: model.state_dict() and None)
-    with pytest.raises(
-        RuntimeError, match=r"state of unit .* read or set the state between two steps"
-    ):
+    with pytest.raises(RuntimeError, match=r"state of unit .* read or set the state between steps"):
         model[1](value).sum().backward()
     assert len(model.state_dict()) == 6
     dist.shutdown()

@@ -120,13 +120,13 @@ def _mistakes(group):
     with pytest.raises(ValueError, match=r"1f1b puts stages \[\d\] on rank"):
         Pipeline([Stage(module, index=1 - group.rank, num_stages=2)], group=group,
                  num_microbatches=2)  # fmt: skip
-    with pytest.raises(ValueError, match="1f1b, which has 2 stages here"):
+    with pytest.raises(ValueError, match="'1f1b', which has 2 stages"):
         Pipeline([Stage(module, index=group.rank, num_stages=3)], group=group, num_microbatches=2)
     with pytest.raises(ValueError, match="needs num_microbatches"):
         Pipeline([stage], group=group)
-    with pytest.raises(ValueError, match="is for 3 ranks, not 2"):
+    with pytest.raises(ValueError, match="is for 3 ranks, but the group has 2"):
         Pipeline([stage], group=group, schedule=schedule("1f1b", 3, 2))
-    with pytest.raises(ValueError, match="has 4 micro-batches, not 2"):
+    with pytest.raises(ValueError, match="num_microbatches must be 4 for plan '1f1b', got 2"):
         Pipeline([stage], group=group, schedule=schedule("1f1b", 2, 4), num_microbatches=2)
     with pytest.raises(ValueError, match="'0' does not name a copy"):
         Pipeline([stage], group=group, num_microbatches=2, ties=[["0", "1:weight"]])
@@ -271,7 +271,7 @@ def test_split_balances_costs():
     for arguments, said in [
         ((layers, 7), "6 layers cannot be split into 7"),
         ((layers, 0), "cannot be split into 0"),
-        ((layers, 2, [1]), "expected 6 numbers"),
+        ((layers, 2, [1]), "costs must be 6 numbers"),
         (([1, 2], 1), "a dict of modules"),
     ]:
         with pytest.raises(ValueError, match=said):

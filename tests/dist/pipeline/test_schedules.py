@@ -147,7 +147,7 @@ def test_stages_lie_where_the_schedule_says():
         (("1f2b", 2, 2), "unknown schedule '1f2b'"),
         (("1f1b", 0, 2), "num_ranks must be an integer >= 1, got 0"),
         (("1f1b", 2, 2.0), "num_microbatches must be"),
-        (("gpipe", 2, 2, 3), r"gpipe has 1 chunk\(s\) per rank, not 3"),
+        (("gpipe", 2, 2, 3), r"num_chunks must be 1 for gpipe, got 3"),
         (("interleaved_1f1b", 2, 2, 0), "num_chunks must be"),
     ],
 )

@@ -118,7 +118,7 @@ def test_an_error_of_a_join_that_fails_is_one_that_a_user_knows(training, monkey
 def test_a_collective_before_the_state_is_there_says_what_to_skip():
     members = Members(name="world", rank=1, ranks=[0, 1])
     operation = SimpleNamespace(kind="broadcast", sequence=0)
-    with pytest.raises(CollectiveError, match=r"checkpoint\.load is collective, too: skip it"):
+    with pytest.raises(CollectiveError, match=r"checkpoint\.load is also a collective: skip it"):
         AbsentEngine(members).prepare(operation)
 
 

@@ -54,7 +54,7 @@ def test_a_process_that_has_not_joined_divides_a_model_without_the_others():
     found = shards(model)
     assert {one.ranks for one in found.values()} == {(0, 1)}
     assert 0 < sum(one.length for one in found.values()) < 64 * 65
-    with pytest.raises(CollectiveError, match="takes the place of a lost rank"):
+    with pytest.raises(CollectiveError, match="replaces a lost rank"):
         model(torch.ones(1, 64))
     move(model, dist.world())
     assert sum(one.length for one in shards(model).values()) == 64 * 65
@@ -84,7 +84,7 @@ def test_what_is_not_sharded_arrives_and_what_is_trained():
 
 def test_a_model_that_is_divided_differently_does_not_join():
     (_, _, state), (_, _, other) = _made(), _made(is_whole=False)
-    with pytest.raises(ValueError, match="fully_shard was called differently from the other ranks"):
+    with pytest.raises(ValueError, match="the model is sharded differently"):
         _handed_over(state, other)
 
 
@@ -101,7 +101,7 @@ def test_a_rank_with_another_total_does_not_join(monkeypatch):
     monkeypatch.setattr(
         "echelon.dist.resilient.training.sharded.receive_state", lambda *_: told.contents()
     )
-    with pytest.raises(ValueError, match="total=8 differs from that of the other ranks"):
+    with pytest.raises(ValueError, match="total must be equal on all ranks, but is 8 on this rank"):
         training._hand_over_rest(dist.world(), 1, [0])
 
 

@@ -132,7 +132,7 @@ def test_a_model_that_prepare_shards_is_refused(is_sharded):
             fully_shard(model[1])
             return lambda step: step
 
-        with pytest.raises(ValueError, match="prepare has called fully_shard"):
+        with pytest.raises(ValueError, match="prepare called fully_shard"):
             resilient.run(prepare, model, optimizer, total=1)
     finally:
         dist.shutdown()

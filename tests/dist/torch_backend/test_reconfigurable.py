@@ -207,5 +207,5 @@ def test_another_form_of_an_address_is_refused(address):
 
 
 def test_a_rank_outside_of_the_group_is_refused():
-    with pytest.raises(ValueError, match="rank 2 is not from 0 to 1"):
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
         Reconfigurable(1.0).configure("localhost:1/a", "replicas", 2, [0, 1])

@@ -80,8 +80,8 @@ def _unlinked_file(num_bytes: int) -> int:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as err:
             raise CollectiveError(
-                f"cannot allocate {num_bytes / 1e6:.1f} MB of shared memory for a group in "
-                f"{where}: {err.strerror}. memfd_create is not permitted here, so enlarge "
+                f"cannot allocate {num_bytes / 1e6:.1f} MB of shared memory in {where} for a "
+                f"group: {err.strerror}. memfd_create is not permitted here, so enlarge "
                 "/dev/shm (docker run --shm-size)",  # noqa: S108 -- advice
                 operation="init",
             ) from err

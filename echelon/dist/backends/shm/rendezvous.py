@@ -110,8 +110,8 @@ def _check_one_host(members: Members, facts: list[dict[str, Any]]) -> None:
     elsewhere = [members.ranks[r] for r, fact in enumerate(facts) if not is_same_host(fact, mine)]
     if elsewhere:
         raise ValueError(
-            f"group {members.name!r}: backend 'shm' needs all ranks on one host, but "
-            f"these are not on the same host as rank {members.ranks[members.rank]}: {elsewhere}"
+            f"group {members.name!r}: backend 'shm' needs all ranks on one host, but some ranks "
+            f"are not on the same host as rank {members.ranks[members.rank]}: {elsewhere}"
         )
 
 
@@ -147,7 +147,7 @@ def _descriptor(
                 ranks = [members.ranks[r] for r in sorted(late)]
                 raise CollectiveTimeoutError(
                     f"setting up group {members.name!r}: missing: {', '.join(map(str, ranks))} "
-                    "(these ranks did not fetch the shared memory)",
+                    "(did not fetch the shared memory)",
                     group=members.name,
                     operation="init",
                     ranks=ranks,
@@ -208,6 +208,6 @@ def _prove_shared(
     for rank, text in enumerate(exchange(members, store, "marks", mark.hex(), deadline_s)):
         if memory.read_mark(rank).hex() != text:
             raise ValueError(
-                f"group {members.name!r}: rank {members.ranks[rank]} does not map the memory of "
-                f"rank {members.ranks[members.rank]}: the ranks are not on one host"
+                f"group {members.name!r}: ranks {members.ranks[rank]} and "
+                f"{members.ranks[members.rank]} do not share memory: they are on different hosts"
             )

@@ -122,7 +122,7 @@ def load(device: str = "cpu") -> Any:
     global _serves
     path = folder()
     if path is None:
-        raise OSError(f"{_NAME} is not in this environment")
+        raise OSError(f"{_NAME} is not installed in this environment")
     if _serves not in ("", device):
         raise OSError(f"oneCCL can serve only arrays on {_serves} in this process")
     before = dict(os.environ)
@@ -156,7 +156,7 @@ def _load(path: Path) -> Any:
             if needed == path or not needed.exists():
                 raise
             _load(needed)
-    raise OSError(f"{path.name} needs more than {_MAX_DEPENDENCIES} libraries")
+    raise OSError(f"{path.name} depends on more than {_MAX_DEPENDENCIES} missing libraries")
 
 
 def _declare(library: Any) -> None:

@@ -69,7 +69,8 @@ class Claim:
                 host, process = self._owner()
             except OSError as error:
                 reason = (
-                    f"{self._path}: locks do not work here ({error.strerror}): make sure no other"
+                    f"{self._path}: files cannot be locked here ({error.strerror}): make sure no "
+                    "other"
                 )
                 warnings.warn(f"{reason} job saves in this folder", RuntimeWarning, stacklevel=2)
                 return

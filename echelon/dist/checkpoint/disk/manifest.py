@@ -229,13 +229,13 @@ def _read(plain: dict[str, Any]) -> Manifest:
 
 def _whole(number: Any) -> int:
     if type(number) is not int or number < 0:
-        raise TypeError(f"expected a whole number of at least 0, got {number!r}")
+        raise TypeError(f"expected an integer >= 0, got {number!r}")
     return number
 
 
 def _text(text: Any) -> str:
     if type(text) is not str:
-        raise TypeError(f"expected text, got {text!r}")
+        raise TypeError(f"expected a string, got {text!r}")
     return text
 
 

@@ -122,7 +122,7 @@ class Keeper:
             CollectiveError: a rank was lost.
         """
         if type(step) is not int or step < 0:
-            raise ValueError(f"step must be the number of finished steps, got {step!r}")
+            raise ValueError(f"step must be the number of finished steps (>= 0), got {step!r}")
         if score is not None:
             score = float(score)
         peers = find(to_write=True)
@@ -253,7 +253,7 @@ class Keeper:
             last = rules.newest(self._steps.look())
         known = f"step {last.step}" if last is not None else "none"
         warnings.warn(
-            f"{self.folder}: {text}. Training continues; newest complete: {known}",
+            f"{self.folder}: {text}. Training continues; newest complete checkpoint: {known}",
             RuntimeWarning,
             stacklevel=2,
         )

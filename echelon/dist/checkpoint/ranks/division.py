@@ -85,7 +85,7 @@ def _require_kinds(own: dict[str, str], everyones: list[dict[str, str]]) -> None
             if own[path] != kinds[path]:
                 first, second = _in_order((everyones.index(own), own), (rank, kinds))
                 raise ValueError(
-                    f"{path} is of kind {first[1][path]} on rank {first[0]}, but "
+                    f"{path} has kind {first[1][path]} on rank {first[0]}, but kind "
                     f"{second[1][path]} on rank {second[0]}"
                 )
 
@@ -135,8 +135,8 @@ def _require_forms(forms: dict[str, str], tables: list[list[_Row]], rank: int) -
             path = own.get(row.path)
             if path is not None and _hash(forms[path]) != row.kind:
                 raise ValueError(
-                    f"{path}: {forms[path]} on rank {rank}, but not on rank {other}: different "
-                    "tensors need different names"
+                    f"{path} is {forms[path]} on rank {rank}, but differs on rank {other}: "
+                    "different tensors need different names"
                 )
 
 

@@ -80,7 +80,7 @@ class Remote:
         except ImportError as error:
             needed = "fsspec" if error.name in ("fsspec", "fsspec.core") else str(error)
             raise ValueError(
-                f"{scheme}://...: checkpoints at an address need {needed}: pip install "
+                f"{scheme}://...: checkpoints at a URL need {needed}: pip install "
                 "'echelon[remote]', or mount the storage and pass its folder"
             ) from None
         except ValueError as error:

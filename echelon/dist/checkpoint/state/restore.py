@@ -143,7 +143,7 @@ class Restore:
             warnings.warn(
                 f"{self._source.path}: {self._chosen[0]}{more} differ between the "
                 f"{self._source.manifest.world_size} ranks that saved them; all ranks load the "
-                "values that the first of them saved",
+                "values from the lowest of those ranks",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -76,7 +76,7 @@ def _guarded_clip(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
         if error_if_nonfinite:
             norm = clip_grad_norm_(given, float("inf"), norm_type)
             if not torch.isfinite(torch.tensor(norm)):
-                raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
+                raise RuntimeError(f"gradients with a total norm of {norm} cannot be clipped")
         norm = clip_grad_norm_(given, max_norm, norm_type)
         return torch.tensor(norm, device=given[0].device)
 

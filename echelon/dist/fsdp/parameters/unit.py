@@ -233,7 +233,7 @@ class Unit:
         """
         if self.has_gradients():
             raise ValueError(
-                f"{self} has gradients that were not reduced: run the last backward outside of "
+                f"{self} has gradients that were not reduced: run the last backward pass outside "
                 "gradient_sync(model, enabled=False), or call reduce_gradients()"
             )
         if self.entry.held:

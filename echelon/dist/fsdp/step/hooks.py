@@ -114,8 +114,8 @@ class _PartHook:
         if torch.compiler.is_compiling() or self._unit.state is State.WHOLE:
             return
         raise RuntimeError(
-            f"a {type(module).__name__} inside {self._unit} was called outside of the unit's "
-            "forward, while this rank holds only a shard of the unit's parameters. Call the unit, "
+            f"a {type(module).__name__} inside {self._unit} was called outside the unit's forward "
+            "pass, while this rank holds only a shard of the unit's parameters. Call the unit, "
             "make this module a unit of its own, or register the method that you call with "
             "register_forward_method(module, name)"
         )

@@ -141,8 +141,8 @@ def _check(hashes: list[tuple[int, ...]], group: ProcessGroup) -> None:
     strays = [group.ranks[index] for index, one in enumerate(hashes) if one != usual]
     names = ", ".join(f"rank {rank}" for rank in strays)
     raise CollectiveMismatchError(
-        f"{names} went through the units of group {group.name!r} in a different order from the "
-        "other ranks since the last step: does the forward depend on the data?",
+        f"{names} ran the units of group {group.name!r} in a different order from the other ranks "
+        "since the last step: does the forward pass depend on the data?",
         group=group.name,
         operation="backward",
         ranks=strays,

@@ -38,10 +38,13 @@ def plan_of(
         plan = Plan.load(schedule)
     if num_microbatches not in (None, plan.num_microbatches):
         raise ValueError(
-            f"plan {plan.name!r} has {plan.num_microbatches} micro-batches, not {num_microbatches}"
+            f"num_microbatches must be {plan.num_microbatches} for plan {plan.name!r}, got "
+            f"{num_microbatches}"
         )
     if plan.num_ranks != num_ranks:
-        raise ValueError(f"plan {plan.name!r} is for {plan.num_ranks} ranks, not {num_ranks}")
+        raise ValueError(
+            f"plan {plan.name!r} is for {plan.num_ranks} ranks, but the group has {num_ranks}"
+        )
     return plan
 
 
@@ -60,7 +63,7 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
     wrong = [stage for stage in stages if stage.num_stages != plan.num_stages]
     if wrong:
         raise ValueError(
-            f"{wrong[0]} does not match {plan.name}, which has {plan.num_stages} stages here"
+            f"{wrong[0]} does not match plan {plan.name!r}, which has {plan.num_stages} stages"
         )
 
 
@@ -107,9 +110,9 @@ def agree(
     for rank, (theirs, _, _, kind) in enumerate(every):
         if theirs != facts:
             raise ValueError(
+                "schedule, number of micro-batches, plan and ties must be equal on all ranks: "
                 f"rank {group.ranks[rank]} has schedule {theirs[0]!r} with {theirs[1]} "
-                f"micro-batches, but this rank has {facts[0]!r} with {facts[1]}, or their "
-                "plans or ties differ"
+                f"micro-batches, and this rank has {facts[0]!r} with {facts[1]}"
             )
         if kind != device.type:
             raise ValueError(
@@ -122,7 +125,7 @@ def agree(
         if len(set(trained.values())) > 1:
             frozen = ", ".join(sorted(name for name, flag in trained.items() if not flag))
             raise ValueError(
-                f"ties: of {list(tie)}, {frozen} does not require gradients, but the others "
-                "do, so the copies would not stay equal"
+                f"ties: in {list(tie)}, {frozen} does not require gradients, but the others "
+                "do, so the copies would diverge"
             )
     return f"pipeline/{every[0][2]}"

@@ -82,7 +82,7 @@ def split(
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         costs = [size + 0.01 * (sum(sizes) or 1) / len(layers) for size in sizes]
     if len(costs) != len(layers) or min(costs) < 0:
-        raise ValueError(f"costs: expected {len(layers)} numbers of at least 0, got {list(costs)}")
+        raise ValueError(f"costs must be {len(layers)} numbers >= 0, got {list(costs)}")
     ends = [*_cuts(list(costs), num_stages), len(layers)]
     parts = [
         OrderedDict(zip(names[start:end], layers[start:end], strict=True))

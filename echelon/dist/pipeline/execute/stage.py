@@ -132,9 +132,9 @@ class Stage:
             saved.weights.run()
         if seen:
             warnings.warn(
-                f"{self}: this schedule splits the backward, so activation checkpointing "
+                f"{self}: this schedule splits the backward pass, so activation checkpointing "
                 f"recomputes {type(seen[0]).__name__} and others twice. The schedules gpipe, 1f1b, "
-                "interleaved_1f1b and looped_bfs do not split the backward",
+                "interleaved_1f1b and looped_bfs do not split the backward pass",
                 RuntimeWarning,
                 stacklevel=2,
             )

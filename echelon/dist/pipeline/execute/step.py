@@ -140,7 +140,7 @@ class Step:
             if not loss.requires_grad:
                 raise ValueError(
                     f"the loss of micro-batch {microbatch} does not require gradients, so the step "
-                    "would train nothing: compute it from the output, with no detach() or item()"
+                    "would train nothing: compute it from the output, without detach() or item()"
                 )
             gradients = [torch.full_like(loss, self._seed)]
             self.results[microbatch] = loss.detach()

@@ -105,7 +105,9 @@ class Action:
                 f"{text!r} lacks a micro-batch number: use {text}0 for the first micro-batch"
             )
         if not needs_number and microbatch:
-            raise ValueError(f"{text!r}: {kind} applies to a whole stage and takes no micro-batch")
+            raise ValueError(
+                f"{text!r}: {kind} applies to a whole stage, so it takes no micro-batch number"
+            )
         return Action(int(stage), Kind(kind), int(microbatch) if microbatch else -1)
 
 

@@ -65,7 +65,7 @@ def schedule(
     else:
         make, chunks = _FIXED[name]
         if num_chunks not in (None, chunks):
-            raise ValueError(f"{name} has {chunks} chunk(s) per rank, not {num_chunks}")
+            raise ValueError(f"num_chunks must be {chunks} for {name}, got {num_chunks}")
         rows = make(num_ranks, num_microbatches)
     return Plan(name, rows, num_microbatches, chunks)
 

@@ -61,7 +61,7 @@ class Costs:
             if not all(number >= 0 for number in numbers):
                 raise ValueError(f"{name} must not be negative: {value!r}")
         if self.bandwidth == 0:
-            raise ValueError("bandwidth must be above 0")
+            raise ValueError("bandwidth must be above 0, got 0")
 
     def duration(self, action: Action) -> float:
         """Return the duration of an action, or 0 if the action is not a computation."""

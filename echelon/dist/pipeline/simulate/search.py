@@ -86,7 +86,7 @@ def search(
     ]
     if not found:
         raise ValueError(
-            f"no schedule of {num_ranks} ranks keeps its activations within {memory_bytes:g} "
+            f"no schedule for {num_ranks} ranks keeps its activations within {memory_bytes:g} "
             "bytes: try more micro-batches"
         )
     return sorted(found, key=lambda s: (round(s.makespan, 9), max(s.peak_activations)))

@@ -157,7 +157,7 @@ class WorldCopies:
         channel.recv(head)
         stamp = Stamp.unpack(head.numpy().tobytes())
         if stamp is None:
-            raise CollectiveError("a copy of another rank's shards arrived with a damaged stamp")
+            raise CollectiveError("the header of a copy of a rank's shards was damaged in transit")
         channel.recv(memory.content(stamp.num_bytes))
         memory.commit(stamp)
 

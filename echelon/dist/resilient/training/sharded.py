@@ -104,7 +104,10 @@ class ShardedTraining(Training[_T]):
         elif group.rank in newcomers:
             contents = receive_state(group, source)
             if contents["total"] != self._total:
-                raise ValueError(f"total={self._total} differs from that of the other ranks")
+                raise ValueError(
+                    f"total must be equal on all ranks, but is {self._total} on this rank and "
+                    f"{contents['total']} on the others"
+                )
             self._first = contents["first"]
             self._state.fill(contents, self._kept)
         if self._choice is not None:

@@ -213,7 +213,7 @@ def test_a_full_disk_is_one_line_and_removes_nothing(tmp_path, monkeypatch):
     (line,) = [str(one.message) for one in caught]
     assert "step 3 not saved" in line
     assert "No space left on device" in line
-    assert "newest complete: step 2" in line
+    assert "newest complete checkpoint: step 2" in line
     assert loaded(tmp_path) == 2
     assert loaded(tmp_path / "step_00000001") == 1
 

@@ -171,7 +171,7 @@ def test_a_store_that_stays_down_fails_the_save_alone(memory, impatient, monkeyp
     (line,) = {str(one.message) for one in caught}
     assert "step 2 not saved" in line
     assert "refused" in line
-    assert "newest complete: step 1" in line
+    assert "newest complete checkpoint: step 1" in line
     assert loaded(memory) == 1
 
 

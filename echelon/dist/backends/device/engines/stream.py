@@ -112,8 +112,8 @@ class StreamEngine:
         if is_capturing and not self._is_connected(operation):
             raise ValueError(
                 f"{operation.kind} of {operation.dtype}{list(operation.shape)} cannot be "
-                "captured in a graph yet: the library connects during the first such "
-                "operation. Run the operation once before the capture"
+                "captured in a graph yet: the library establishes connections during the first "
+                "such operation. Run the operation once before capturing it"
             )
 
     # ---- carrying out ----
