@@ -128,7 +128,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no dump in a known format"):
+    with pytest.raises(ValueError, match="no dumps in a known format"):
         analyze(tmp_path)
 
 

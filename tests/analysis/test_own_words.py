@@ -82,7 +82,7 @@ def ended_in_a_thread(job: Job, rank: int) -> Job:
 def test_a_group_without_room_in_shared_memory_is_no_broken_link():
     job = Job(2).train(1)
     full = (
-        "cannot allocate 3.2 MB of shared memory for a group in /dev/shm: No space left on device"
+        "cannot allocate 3.2 MB of shared memory in /dev/shm for a group: No space left on device"
     )
     lost = "rank 0 did not hand over the shared memory: [Errno 104] Connection reset by peer"
     for rank, kind, message in ((0, "CollectiveError", full), (1, "PeerLostError", lost)):

@@ -114,7 +114,7 @@ def test_nothing_readable_is_an_error(tmp_path: Path) -> None:
 
 def test_foreign_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(ValueError, match="no dump in a known format"):
+    with pytest.raises(ValueError, match="no dumps in a known format"):
         analyze(tmp_path)
 
 

@@ -132,7 +132,7 @@ def read_dump(path: Path) -> Record:
     try:
         if path.stat().st_size > _MAX_DUMP_BYTES:
             raise DumpFormatError(
-                (f"{path}: the file is larger than a dump may be ({_MAX_DUMP_BYTES} B)"), path=path
+                f"{path}: the file is too large to be a dump (over {_MAX_DUMP_BYTES} B)", path=path
             )
         data = path.read_bytes()
     except OSError as err:

@@ -103,7 +103,7 @@ class RingTexts:
             # The reference distinguishes it from other unreadable groups: they must never be
             # merged.
             group = Group(name or f"{DAMAGED} {ref}", ())
-            self._damage.warn("the members of a group cannot be read")
+            self._damage.warn("a group's list of members is damaged")
         self.groups.append(group)
         self._group_index[ref] = len(self.groups) - 1
         return len(self.groups) - 1

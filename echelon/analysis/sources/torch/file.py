@@ -93,7 +93,7 @@ def _load_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise DumpFormatError(
-                (f"{path}: the file is larger than a dump may be ({MAX_FILE_BYTES} B)"), path=path
+                f"{path}: the file is too large to be a dump (over {MAX_FILE_BYTES} B)", path=path
             )
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError, MemoryError) as err:

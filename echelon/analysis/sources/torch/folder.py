@@ -42,7 +42,7 @@ def load_torch(path: Path) -> Evidence:
     """
     chosen, doubles = _choose(path)
     if not chosen:
-        raise ValueError(f"{path} contains no dump in a known format")
+        raise ValueError(f"{path} contains no dumps in a known format")
     loader = TorchLoader()
     with collector_off():
         for rank, file in sorted(chosen.items()):

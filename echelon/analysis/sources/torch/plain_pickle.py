@@ -41,10 +41,10 @@ class _NothingUnpickler(pickle.Unpickler):
     """An unpickler that refuses to load classes and functions."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"refusing to load the pickle: it loads {module}.{name}")
+        raise pickle.UnpicklingError(f"refusing to unpickle: the file references {module}.{name}")
 
     def persistent_load(self, _: Any) -> NoReturn:
-        raise pickle.UnpicklingError("refusing to load the pickle: it contains a persistent ID")
+        raise pickle.UnpicklingError("refusing to unpickle: the file contains a persistent ID")
 
 
 def load_plain(path: Path) -> Any:
@@ -56,7 +56,7 @@ def load_plain(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise DumpFormatError(
-                (f"{path}: the file is larger than a dump may be ({MAX_FILE_BYTES} B)"), path=path
+                f"{path}: the file is too large to be a dump (over {MAX_FILE_BYTES} B)", path=path
             )
         data = path.read_bytes()
     except OSError as err:

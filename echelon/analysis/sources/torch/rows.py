@@ -333,11 +333,12 @@ class TorchRows:
     ) -> int:
         if len(inputs) > _MAX_TENSORS or len(outputs) > _MAX_TENSORS:
             raise ValueError(
-                f"an operation has {max(len(inputs), len(outputs))} tensors, which is too many"
+                f"an operation has {max(len(inputs), len(outputs))} tensors, but the limit is "
+                f"{_MAX_TENSORS}"
             )
         for size in (*inputs, *outputs):
             if not all(type(n) is int and abs(n) < 1 << 62 for n in size):
-                raise ValueError("a tensor's size is not a list of whole numbers")
+                raise ValueError("a tensor's size is not a list of integers")
         names = input_dtypes or output_dtypes
         dtype = "+".join(dict.fromkeys(_DTYPES.get(str(name), str(name)[:40]) for name in names))[
             :120

@@ -90,8 +90,8 @@ def number_by_group(rows: npt.NDArray[Any]) -> None:
             rows["sequence"] += _FIRST
             return
         raise NotComparableError(
-            "torchcomms numbers the operations of all groups together, and the oldest "
-            "operations are lost, so ranks cannot be compared.\nRaise "
+            "torchcomms uses one sequence of numbers for the operations of all groups, and the "
+            "oldest operations are lost, so the ranks cannot be compared.\nIncrease "
             "TORCHCOMM_FR_BUFFER_SIZE, and dump all entries"
         )
     for pair in pairs.tolist():
