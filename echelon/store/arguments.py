@@ -73,4 +73,4 @@ def check_place(rank: int | None, world_size: int) -> None:
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if rank is not None and not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")

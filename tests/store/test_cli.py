@@ -235,4 +235,4 @@ def test_a_port_that_is_none_is_quoted(port, capsys):
     with pytest.raises(SystemExit) as end:
         command.main(["--port", port])
     assert end.value.code == 2
-    assert f"{port} is not a port number (0-65535)" in capsys.readouterr().err
+    assert f"expected a port from 0 to 65535, got '{port}'" in capsys.readouterr().err

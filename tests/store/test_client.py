@@ -392,7 +392,7 @@ def test_rounds_of_different_sizes_are_an_error_not_a_hang(client):
     waiting = Background(lambda: first.barrier("b", 2, rank=0))
     until(lambda: second.statistics().num_waiters == 1, "the first is there")
     with pytest.raises(
-        StoreError, match="barrier of 3 ranks at b, where others wait in a barrier of 2 ranks"
+        StoreError, match="barrier of 3 ranks at b, but other ranks wait there in a barrier of 2"
     ):
         second.barrier("b", 3, rank=1)
     second.barrier("b", 2, rank=1)

@@ -64,8 +64,8 @@ def refusal(caplog):
         (b"".join(p.encode(p.QUEUE_PUSH, b"%d" % i, b"") for i in range(51)), "more than 50"),
         (p.encode(p.WAIT, [b"never"]) * 11, "more than 10 open waits"),
         (p.encode(p.BARRIER, b"b", 0), "world size 0"),
-        (p.encode(p.BARRIER, b"b", 1 << 60), "for world size 1152921504606846976"),
-        (p.encode(p.BARRIER, b"b", 3) + p.encode(p.BARRIER, b"b", 2), "where others wait"),
+        (p.encode(p.BARRIER, b"b", 1 << 60), "or world size 1152921504606846976"),
+        (p.encode(p.BARRIER, b"b", 3) + p.encode(p.BARRIER, b"b", 2), "but other ranks wait"),
         (OPENING, "unknown query 0x00"),
     ],
 )

@@ -279,7 +279,7 @@ def test_empty_and_short_secrets_are_refused():
 
 
 def test_only_what_was_asked_for_is_bound():
-    with pytest.raises(ValueError, match="host is empty"):
+    with pytest.raises(ValueError, match="host must not be empty"):
         StoreServer("")
     with pytest.raises(StoreError, match=r"cannot bind 192\.0\.2\.1"):
         StoreServer("192.0.2.1")

@@ -196,7 +196,7 @@ class TCPStore(Store):
         """
         if not isinstance(self._calls, OurCalls):
             raise StoreError(
-                f"statistics on {self.endpoint} need echelon's server, but this server is torch's",
+                f"statistics on {self.endpoint}: the server is torch's, which keeps no statistics",
                 endpoint=self.endpoint,
             )
         return self._calls.statistics()

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     sink = StderrSink()
     log.addHandler(sink)
     if secret is None and not is_loopback(server.address):
-        log.warning("store: serving %s without a secret: any client is admitted", args.host)
+        log.warning("store: serving %s without a secret: any client can connect", args.host)
     if has_parent_pipe:
         threading.Thread(target=_listen_to_parent, args=(server,), daemon=True).start()
     server.serve_forever(on_ready=lambda: print(server.port, flush=True))
@@ -95,7 +95,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _port(text: str) -> int:
     port = int(text) if text.isdecimal() else -1
     if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not a port number (0-65535)")
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
     return port
 
 

@@ -248,7 +248,10 @@ def _presence(peer: Peer, _: int, key: bytes, value: bytes, lease_ms: int) -> by
     if not peer.session:
         raise ValueError("a presence needs a session: send HELLO first")
     if not _MIN_LEASE_MS <= lease_ms <= _MAX_LEASE_MS:
-        raise ValueError(f"a lease of {lease_ms} ms for {show_key(key)} is outside the limits")
+        raise ValueError(
+            f"the lease for {show_key(key)} must be from {_MIN_LEASE_MS} to {_MAX_LEASE_MS} ms, "
+            f"got {lease_ms}"
+        )
     if peer.hub.leases.num_of(peer.session) >= peer.hub.limits.num_presences:
         raise ValueError(f"the session has more than {peer.hub.limits.num_presences} presences")
     peer.hub.leases.take(peer.session, key, value, lease_ms / 1000)

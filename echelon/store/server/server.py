@@ -337,7 +337,7 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
         StoreError: no address could be bound.
     """
     if not host:
-        raise ValueError("host is empty; name an address, or '0.0.0.0' for every interface")
+        raise ValueError("host must not be empty; use '0.0.0.0' to serve on all interfaces")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:

@@ -389,9 +389,7 @@ class Parser:
             )
         self._budget -= length + 8
         if self._budget < 0:
-            raise StoreProtocolError(
-                f"{p.NAMES[query]}: the command exceeds what one client may send"
-            )
+            raise StoreProtocolError(f"{p.NAMES[query]}: the command is larger than the limit")
         return length
 
 
