@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         machine = _machine(args)
         memory_bytes = args.memory * _GIB
         if not memory_bytes > 0:
-            raise ValueError(f"--memory {args.memory:g}: the memory must be above 0")
+            raise ValueError(f"--memory must be above 0, got {args.memory:g}")
         outcome = plan(model, job, machine, memory_bytes)
     except (ValueError, OSError) as err:
         parser.error(str(err))

@@ -43,10 +43,11 @@ class Job:
         """
         for name in ("ranks", "ranks_per_node", "batch", "context", "loss_chunks"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
             raise ValueError(
-                f"{self.ranks} ranks cannot be divided among nodes of {self.ranks_per_node} ranks"
+                f"ranks must be a multiple of ranks_per_node ({self.ranks_per_node}), got "
+                f"{self.ranks}"
             )
 
 

@@ -133,7 +133,7 @@ def with_peak(machine: Machine, tflops: float) -> Machine:
         ValueError: the peak rate is not above 0.
     """
     if not (math.isfinite(tflops) and tflops > 0):
-        raise ValueError(f"the peak is {tflops} TFLOP/s; it must be above 0")
+        raise ValueError(f"the peak must be above 0 TFLOP/s, got {tflops}")
     peak = tflops * TERA
     return replace(
         machine,
@@ -176,8 +176,8 @@ def _figure(value: Any) -> Figure:
 def _link(value: Any) -> Link:
     size = value["size"]
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"the group size {size!r} is invalid")
+        raise ValueError(f"a group's size must be an integer >= 1, got {size!r}")
     bandwidth = _figure(value["bytes_per_s"])
     if bandwidth.low <= 0:
-        raise ValueError("a link's bandwidth must be above 0")
+        raise ValueError(f"a link's bandwidth must be above 0, got {bandwidth.low:g}")
     return Link(size, bool(value["is_across"]), _figure(value["latency_s"]), bandwidth)

@@ -77,7 +77,7 @@ class Model:
             if not isinstance(value, bool):
                 least = 0 if field.name in ("kv_heads", "head_width", "hidden") else 1
                 if not isinstance(value, int) or value < least:
-                    raise ValueError(f"{field.name} is {value!r}; it must be at least {least}")
+                    raise ValueError(f"{field.name} must be at least {least}, got {value!r}")
         if not self.head_width and self.width % self.heads:
             raise ValueError(
                 f"width {self.width} cannot be divided evenly among {self.heads} heads"
@@ -87,7 +87,9 @@ class Model:
         object.__setattr__(self, "head_width", self.head_width or self.width // self.heads)
         object.__setattr__(self, "hidden", self.hidden or usual)
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
+            raise ValueError(
+                f"heads must be a multiple of kv_heads ({self.kv_heads}), got {self.heads}"
+            )
 
     @property
     def query_width(self) -> int:
@@ -155,7 +157,7 @@ def read_model(text: str) -> Model:
         path = path / "config.json"
     if not path.exists():
         raise ValueError(
-            f"unknown model {text!r}: give one of {', '.join(PRESETS)}, "
+            f"unknown model {text!r}; use one of {', '.join(PRESETS)}, "
             "layers=..,width=..,heads=.., or a config.json"
         )
     try:
@@ -172,25 +174,23 @@ def _from_pairs(text: str) -> Model:
         name, _, value = pair.partition("=")
         name = name.strip()
         if name not in kinds:
-            raise ValueError(
-                f"a model has no setting {name!r}; its settings are {', '.join(kinds)}"
-            )
+            raise ValueError(f"unknown model setting {name!r}; use one of {', '.join(kinds)}")
         if kinds[name] == "bool":
             sizes[name] = _as_bool(name, value)
         elif not value.strip().isdecimal():
-            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+            raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
         else:
             sizes[name] = int(value)
     missing = [name for name in ("layers", "width", "heads") if name not in sizes]
     if missing:
-        raise ValueError(f"these settings of the model are missing: {', '.join(missing)}")
+        raise ValueError(f"missing model settings: {', '.join(missing)}")
     return Model(**sizes)
 
 
 def _as_bool(name: str, value: str) -> bool:
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if value.strip().lower() not in words:
-        raise ValueError(f"{name} is {value!r}; it must be true or false")
+        raise ValueError(f"{name} must be true or false, got {value!r}")
     return words[value.strip().lower()]
 
 

@@ -97,12 +97,12 @@ def test_a_config_of_hugging_face_is_read(tmp_path):
     ("text", "said"),
     [
         ("gpt5", "unknown model 'gpt5'"),
-        ("layers=2,width=64", "settings of the model are missing: heads"),
-        ("layers=2,width=64,heads=4,depth=1", "no setting 'depth'"),
-        ("layers=2,width=x,heads=4", "whole number"),
+        ("layers=2,width=64", "missing model settings: heads"),
+        ("layers=2,width=64,heads=4,depth=1", "unknown model setting 'depth'"),
+        ("layers=2,width=x,heads=4", "width must be an integer"),
         ("layers=2,width=65,heads=4", "cannot be divided evenly"),
-        ("layers=0,width=64,heads=4", "layers is 0"),
-        ("layers=2,width=64,heads=4,kv_heads=3", "are not a multiple"),
+        ("layers=0,width=64,heads=4", "layers must be at least 1, got 0"),
+        ("layers=2,width=64,heads=4,kv_heads=3", "heads must be a multiple of kv_heads"),
         ("layers=2,width=64,heads=4,is_tied=maybe", "true or false"),
     ],
 )

@@ -50,8 +50,8 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
     }  # fmt: skip
     if unknown:
         raise ValueError(
-            f"--rdzv-conf: unknown setting {min(unknown)!r}; the settings are is_host, "
-            "join_timeout, last_call_timeout, lost_after and failover"
+            f"--rdzv-conf: unknown setting {min(unknown)!r}; use is_host, join_timeout, "
+            "last_call_timeout, lost_after or failover"
         )
     last_call = settings.get("last_call_timeout")
     return Conf(

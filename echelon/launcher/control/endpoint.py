@@ -105,7 +105,7 @@ def split(
     except ValueError:
         number = -1
     if not 0 < number < 65536 or not host:
-        raise ValueError(f"{option} {endpoint!r} is not HOST:PORT")
+        raise ValueError(f"{option} must be HOST:PORT, got {endpoint!r}")
     return host.strip("[]"), number
 
 
@@ -155,7 +155,9 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
     except OSError as err:
         raise ValueError(f"--rdzv-secret-file {path}: {err.strerror}") from None
     if stat.S_IMODE(status.st_mode) & 0o077 and status.st_uid == os.getuid():
-        raise ValueError(f"--rdzv-secret-file {path}: readable by others; run chmod 600")
+        raise ValueError(
+            f"--rdzv-secret-file {path}: other users can access the file; run chmod 600 on it"
+        )
     return _checked(secret, f"--rdzv-secret-file {path}")
 
 

@@ -90,5 +90,5 @@ class Questions:
 async def _frame(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> bytes:
     frame = await call.read()
     if not isinstance(frame, bytes):
-        raise LaunchError("the peer ended the call without an answer")
+        raise LaunchError("the peer ended the call without answering")
     return frame

@@ -246,7 +246,7 @@ def _spent(waited_ns: int, checkpoint_ns: int, data_ns: int) -> Spent:
 
 def _number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r:.50} is not a whole number")
+        raise TypeError(f"expected an integer, got {value!r:.50}")
     return value
 
 
@@ -256,5 +256,5 @@ def _maybe(value: object) -> int | None:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.50} is not text")
+        raise TypeError(f"expected a string, got {value!r:.50}")
     return value

@@ -156,7 +156,7 @@ class Verdicts:
             line += f"  {WITHDRAWN}\n"
             folder = self._directory.shown / "dump" / incident.folder.name
             self._terminal.say(
-                f"the verdict of the stall that cleared is withdrawn; its evidence: {folder}"
+                f"the stall cleared, so its verdict is withdrawn; the evidence is in {folder}"
             )
         else:
             self._terminal.write_error(explanation.text + line)

@@ -76,7 +76,7 @@ class RingMemory:
         try:
             bring_home(rank_dir)
         except OSError as err:
-            print(f"echelon: {rank_dir / 'ring'} stays in memory: {err}", file=sys.stderr)
+            print(f"echelon: cannot move {rank_dir / 'ring'} to disk: {err}", file=sys.stderr)
 
     def close(self) -> None:
         """Remove the folder, unless it still contains rings."""

@@ -77,7 +77,7 @@ def parse_streams(text: str) -> PerRank:
     for pair in text.split(","):
         span, colon, streams = pair.partition(":")
         if not colon:
-            raise ValueError(f"{pair!r} is not RANK:STREAMS")
+            raise ValueError(f"expected RANK:STREAMS, got {pair!r}")
         for rank in parse_ranks(span):
             ranks[rank] = _streams(streams)
     return PerRank(Std.NONE, ranks)
@@ -95,9 +95,9 @@ def parse_ranks(text: str) -> frozenset[int]:
         try:
             low, high = int(first), int(last if dash else first)
         except ValueError:
-            raise ValueError(f"{span!r} is neither a rank nor a range of ranks") from None
+            raise ValueError(f"expected a rank or a range of ranks, got {span!r}") from None
         if not 0 <= low <= high <= 1 << 16:
-            raise ValueError(f"{span!r} is not a range of ranks")
+            raise ValueError(f"expected a rank or a range of ranks, got {span!r}")
         ranks.update(range(low, high + 1))
     return frozenset(ranks)
 
@@ -110,5 +110,5 @@ def parse_filters(text: str) -> tuple[str, ...]:
 
 def _streams(text: str) -> Std:
     if text not in ("0", "1", "2", "3"):
-        raise ValueError(f"{text!r} is not 0 (none), 1 (stdout), 2 (stderr) or 3 (both)")
+        raise ValueError(f"expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), got {text!r}")
     return Std(int(text))

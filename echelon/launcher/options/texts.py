@@ -31,13 +31,13 @@ def num_workers(text: str) -> int:
         number = counts[text]() if text in counts else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number, auto, cpu, gpu or xpu"
+            f"expected a number, auto, cpu, gpu or xpu, got {text!r}"
         ) from None
     if text in counts and not number:
         makers = {"gpu": "NVIDIA", "xpu": "Intel"}
         raise argparse.ArgumentTypeError(f"{text}: this machine has no {makers[text]} GPU")
     if not 1 <= number <= _MAX_LOCAL_RANKS:
-        raise argparse.ArgumentTypeError(f"{number} is not between 1 and {_MAX_LOCAL_RANKS}")
+        raise argparse.ArgumentTypeError(f"must be from 1 to {_MAX_LOCAL_RANKS}, got {number}")
     return number
 
 
@@ -48,9 +48,9 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
         try:
             number = signal.Signals[name]
         except KeyError:
-            raise argparse.ArgumentTypeError(f"{name!r} is not the name of a signal") from None
+            raise argparse.ArgumentTypeError(f"unknown signal {name!r}") from None
         if number in _NOT_CATCHABLE:
-            raise argparse.ArgumentTypeError(f"{name} cannot be handled")
+            raise argparse.ArgumentTypeError(f"signal {name} cannot be caught")
         found.append(number)
     return tuple(dict.fromkeys(found))
 
@@ -67,9 +67,9 @@ def not_negative(text: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
     if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is negative")
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
     return number
 
 
@@ -77,7 +77,7 @@ def positive(text: str) -> int:
     """Parse a whole number that is at least 1."""
     number = whole(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
 
 
@@ -86,9 +86,9 @@ def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}") from None
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, got {text}")
     return value
 
 
@@ -110,9 +110,9 @@ def min_max(text: str) -> tuple[int, int]:
     try:
         least, most = int(low), int(high or low)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not MIN or MIN:MAX") from None
+        raise argparse.ArgumentTypeError(f"expected MIN or MIN:MAX, got {text!r}") from None
     if not 1 <= least <= most:
-        raise argparse.ArgumentTypeError(f"{text} is not a range with 1 <= MIN <= MAX")
+        raise argparse.ArgumentTypeError(f"expected 1 <= MIN <= MAX, got {text}")
     return least, most
 
 
@@ -122,7 +122,7 @@ def settings(text: str) -> dict[str, str]:
     for pair in text.split(",") if text else []:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
-            raise argparse.ArgumentTypeError(f"{pair!r} is not NAME=VALUE")
+            raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {pair!r}")
         found[name.strip()] = value.strip()
     return found
 
@@ -132,7 +132,7 @@ def whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
 
 
 def receiver(text: str) -> str:
@@ -149,7 +149,7 @@ def collector(text: str) -> str:
     if text in ("", "env"):
         return text
     if not _is_web(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither an http(s) URL nor env")
+        raise argparse.ArgumentTypeError(f"expected an http(s) URL or env, got {text!r}")
     _check_host(text)
     return text
 
@@ -171,5 +171,5 @@ def listen_at(text: str) -> tuple[str, int]:
     """Parse `[ADDRESS:]PORT`; the default address is loopback."""
     address, _, port = text.rpartition(":")
     if not port.isascii() or not port.isdecimal() or int(port) > _MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not [ADDRESS:]PORT")
+        raise argparse.ArgumentTypeError(f"expected [ADDRESS:]PORT, got {text!r}")
     return address.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)

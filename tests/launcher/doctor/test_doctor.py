@@ -172,7 +172,7 @@ def test_a_way_that_is_closed_is_named(without_torch):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--rdzv-endpoint", "127.0.0.1:x"], "is not HOST:PORT"),
+        (["--rdzv-endpoint", "127.0.0.1:x"], "must be HOST:PORT, got"),
         (["--rdzv-endpoint", "127.0.0.1", "--rdzv-conf", "x=1"], "unknown setting 'x'"),
     ],
 )

@@ -27,7 +27,7 @@ def test_streams_per_rank(text, expected):
 
 @pytest.mark.parametrize("text", ["4", "x", "0:4", "0:3,1", "3-1:1", "-1:2", "0:"])
 def test_bad_streams_say_what_is_wrong(text):
-    with pytest.raises(ValueError, match=r"is no|is neither"):
+    with pytest.raises(ValueError, match=r"expected .*, got "):
         parse_streams(text)
 
 

@@ -77,7 +77,7 @@ def _number(value: object) -> int:
 def _failure(values: Any) -> Failure:
     """Check every value against the type of its field, and return the values as a failure."""
     if not isinstance(values, dict):
-        raise TypeError(f"expected a failure, got {values!r:.50}")
+        raise TypeError(f"expected the fields of a failure, got {values!r:.50}")
     read: dict[str, Any] = {name: _CHECKS[name](value) for name, value in values.items()}
     return Failure(**read)
 
