@@ -55,7 +55,9 @@ def dataset_documents(name: str, *, split: str, field: str) -> Iterator[Document
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
-        raise ValueError("the package datasets is not installed: `pip install datasets`") from None
+        raise ValueError(
+            "the datasets package is not installed: run `pip install datasets`"
+        ) from None
     try:
         rows = datasets.load_dataset(name, split=split, streaming=True)
     except Exception as error:  # whatever the hub or the network raises
@@ -105,6 +107,6 @@ def _text_of(row: Any, field: str, where: str) -> str:
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
         known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f'{where} has no text in "{field}" (it has: {known})')
+        raise ValueError(f'{where} has no text field "{field}" (it has: {known})')
     # JSON may hold half a surrogate pair, which no tokenizer accepts.
     return text.encode("utf-8", "replace").decode()

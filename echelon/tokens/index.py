@@ -111,14 +111,14 @@ def read_index(folder: Path) -> Index:
 
 def _index_of(fields: Any) -> Index:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise ValueError(f'the field "format" is not "{FORMAT}"')
+        raise ValueError(f'the field "format" must be "{FORMAT}"')
     if fields.get("version") != VERSION:
         raise ValueError(
             f"the index has version {fields.get('version')}, but this version of echelon reads "
             f"{VERSION}"
         )
     if fields["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {fields['dtype']!r} is not one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {fields['dtype']!r}")
     index = Index(
         dtype=fields["dtype"],
         vocabulary_size=_count(fields, "vocabulary_size"),

@@ -339,10 +339,10 @@ def _samples_of(source: Source, context: int, *, packs: bool, masks: bool) -> Wi
             return Packs(source.shards, context)
         return Windows(source.shards, context, masks=masks)
     except ValueError as err:
-        raise ValueError(f"source {source.name!r} has {err}") from None
+        raise ValueError(f"source {source.name!r}: {err}") from None
 
 
 def _require_at_least(minimum: int, **values: int) -> None:
     for name, value in values.items():
         if value < minimum:
-            raise ValueError(f"{name} must be at least {minimum}, not {value}")
+            raise ValueError(f"{name} must be at least {minimum}, got {value}")

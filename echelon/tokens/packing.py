@@ -37,7 +37,7 @@ class Packs:
         self.context = context
         firsts, sizes = _pieces(shards, context)
         if not len(sizes):
-            raise ValueError("no document of at least two tokens, one to read and one to predict")
+            raise ValueError("no document has at least two tokens: one to read and one to predict")
         rows = first_fit(sizes, context)
         order = np.argsort(rows, kind="stable")
         self._firsts, self._sizes = firsts[order], sizes[order]

@@ -55,9 +55,9 @@ def prepare(
         OSError: reading or writing failed; in that case `out` is not created.
     """
     if not 0 <= validation < 1:
-        raise ValueError(f"the held-out share must be at least 0 and below 1, not {validation}")
+        raise ValueError(f"the held-out share must be at least 0 and below 1, got {validation}")
     if out.exists():
-        raise ValueError(f"{out} exists: remove it, or choose another folder")
+        raise ValueError(f"{out} already exists: remove it, or choose another folder")
     if not validation:
         return _write([out], documents, tokenizer, validation, shard_tokens)
     hidden = out.with_name(f".{out.name}-{uuid4().hex[:16]}.tmp")
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for prepared in _run(options):
             print(
-                f"{prepared.folder}: {prepared.num_tokens:,} tokens of "
+                f"{prepared.folder}: {prepared.num_tokens:,} tokens from "
                 f"{prepared.num_documents:,} documents, {options.tokenizer}"
             )
     except (ValueError, OSError, TokenShardsError) as error:
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> list[Prepared]:
     if bool(options.files) == bool(options.dataset):
-        raise ValueError("give files, or --dataset NAME")
+        raise ValueError("pass either files or --dataset NAME")
     if options.dataset:
         documents = dataset_documents(options.dataset, split=options.split, field=options.field)
     else:

@@ -114,7 +114,7 @@ class TokenShards:
                 path = self.folder / name
                 if _crc32_of(path) != expected:
                     raise TokenShardsError(
-                        f"{path} differs from the file that was written", path=path
+                        f"{path}: the file is damaged (the checksum does not match)", path=path
                     )
 
     def _ends_between(self, first: int, end: int) -> NDArray[np.int64]:

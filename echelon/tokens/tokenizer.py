@@ -61,7 +61,7 @@ def make_tokenizer(name: str) -> Tokenizer:
         return _tiktoken(name, rest)
     if kind == "tokenizers" and rest:
         return _tokenizers(name, rest)
-    raise ValueError(f"unknown tokenizer {name!r}; choose from {_NAMES}")
+    raise ValueError(f"unknown tokenizer {name!r}; use one of {_NAMES}")
 
 
 def _tiktoken(name: str, encoding_name: str) -> Tokenizer:
@@ -105,7 +105,7 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ValueError(f"the package {name} is not installed: `pip install {name}`") from None
+        raise ValueError(f"the {name} package is not installed: run `pip install {name}`") from None
 
 
 def _first_line(error: BaseException) -> str:

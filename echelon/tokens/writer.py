@@ -90,16 +90,17 @@ class ShardWriter:
     ) -> None:
         folder = Path(folder)
         if folder.exists():
-            raise ValueError(f"{folder} exists: remove it, or choose another folder")
+            raise ValueError(f"{folder} already exists: remove it, or choose another folder")
         if not folder.parent.is_dir():
             raise ValueError(f"cannot write {folder}: {folder.parent} is not a folder")
         if not 1 <= vocabulary_size <= 1 << 32:
-            raise ValueError(f"vocabulary_size must be from 1 to 2**32, not {vocabulary_size}")
+            raise ValueError(f"vocabulary_size must be from 1 to 2**32, got {vocabulary_size}")
         if shard_tokens < 1:
-            raise ValueError(f"shard_tokens must be at least 1, not {shard_tokens}")
+            raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
         if end_of_document is not None and not 0 <= end_of_document < vocabulary_size:
             raise ValueError(
-                f"end_of_document {end_of_document} is not below vocabulary_size {vocabulary_size}"
+                f"end_of_document must be below vocabulary_size ({vocabulary_size}), got "
+                f"{end_of_document}"
             )
         self._folder = folder
         self._vocabulary_size = vocabulary_size
@@ -136,7 +137,7 @@ class ShardWriter:
         if not wide.size:
             return
         if wide.ndim != 1 or wide.dtype.kind not in "iu":
-            raise ValueError(f"tokens must be integers [N], not {wide.dtype} {wide.shape}")
+            raise ValueError(f"tokens must be integers [N], got {wide.dtype} {list(wide.shape)}")
         low, high = int(wide.min()), int(wide.max())
         if low < 0 or high >= self._vocabulary_size:
             wrong = low if low < 0 else high

@@ -142,7 +142,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             TypeError: always.
         """
         raise TypeError(
-            "a moving average has no optimizer step: call update() after the optimizer's step()"
+            "a moving average has no step() of its own: call update() after the optimizer's step()"
         )
 
     def _parameters(self) -> Iterator[nn.Parameter]:

@@ -146,8 +146,8 @@ class _ChunkedLoss(torch.autograd.Function):
             sums, ctx.gradients = ctx.gradients, None
             if sums is None:
                 raise RuntimeError(
-                    "chunked_cross_entropy keeps its gradients for a single backward: pass "
-                    "recompute=True to allow a second one"
+                    "chunked_cross_entropy keeps its gradients for only one backward pass: set "
+                    "recompute=True to allow another"
                 )
             sums.scale(upstream)
         return sums.of_hidden, sums.result_of_weight(), None, None, None, None
@@ -258,7 +258,9 @@ def _check(
             f"{targets.dtype} {list(targets.shape)}"
         )
     if not hidden.is_floating_point() or not weight.is_floating_point():
-        raise ValueError(f"hidden and weight must be floats, got {hidden.dtype}, {weight.dtype}")
+        raise ValueError(
+            f"hidden and weight must be floating-point, got {hidden.dtype} and {weight.dtype}"
+        )
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if chunk_tokens is not None and (

@@ -221,7 +221,9 @@ def _check_run(num_steps: int, num_warmup: int, num_decay: int, floor: float) ->
     _check_count("num_steps", num_steps, least=1)
     _check_count("num_warmup", num_warmup, least=0)
     if num_warmup + num_decay > num_steps:
-        parts = f"num_warmup {num_warmup}" + (f" and num_decay {num_decay}" if num_decay else "")
-        raise ValueError(f"{parts} must fit into num_steps {num_steps}")
+        parts = "num_warmup + num_decay" if num_decay else "num_warmup"
+        raise ValueError(
+            f"{parts} must be at most num_steps ({num_steps}), got {num_warmup + num_decay}"
+        )
     if not isinstance(floor, (int, float)) or not 0.0 <= floor <= 1.0:
         raise ValueError(f"floor must be between 0 and 1, got {floor!r}")

@@ -63,7 +63,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ValueError(f"{text!r} is not NAME=VALUE")
+        raise ValueError(f"expected NAME=VALUE, got {text!r}")
     try:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -184,13 +184,13 @@ def names(kind: type, prefix: str = "") -> list[str]:
 
 def _section(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
     if not isinstance(values, Mapping):
-        raise ValueError(f"{prefix.rstrip('.')} is a section, not {values!r}")
+        raise ValueError(f"{prefix.rstrip('.')} must be a section, got {values!r}")
     fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind)
     made: dict[str, Any] = {}
     for name, value in values.items():
         if name not in fields:
-            raise ValueError(f"there is no setting {prefix}{name}{_nearest(name, fields, prefix)}")
+            raise ValueError(f"unknown setting {prefix}{name}{_nearest(name, fields, prefix)}")
         hint = hints[name]
         if dataclasses.is_dataclass(hint):
             made[name] = _section(hint, value, f"{prefix}{name}.")  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def _nearest(name: str, fields: Mapping[str, Any], prefix: str) -> str:
     near = difflib.get_close_matches(name, fields, n=1)
     if near:
         return f"; did you mean {prefix}{near[0]}?"
-    return f"; there are {', '.join(fields)}"
+    return f"; use one of {', '.join(fields)}"
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
@@ -229,30 +229,30 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{name} is {value!r}, not a list")
+            raise ValueError(f"{name} must be a list, got {value!r}")
         return tuple(_value(arguments[0], item, name) for item in value)
     return _plain(hint, value, name)
 
 
 def _plain(hint: type, value: Any, name: str) -> Any:
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     is_bool = isinstance(value, bool)
     if hint is float and isinstance(value, (int, float)) and not is_bool:
         if not math.isfinite(value):
-            raise ValueError(f"{name} is {value}, not a finite number")
+            raise ValueError(f"{name} must be a finite number, got {value}")
         return float(value)
     if isinstance(value, hint) and (hint is bool or not is_bool):
         return value
-    raise ValueError(f"{name} is {value!r}, not {kinds.get(hint, hint.__name__)}")
+    raise ValueError(f"{name} must be {kinds.get(hint, hint.__name__)}, got {value!r}")
 
 
 def _require_range(value: Any, limits: Mapping[str, Any], name: str) -> None:
     if not isinstance(value, (int, float)):
         return
     if "least" in limits and value < limits["least"]:
-        raise ValueError(f"{name} is {value}; it must be at least {limits['least']}")
+        raise ValueError(f"{name} must be at least {limits['least']}, got {value}")
     if "above" in limits and value <= limits["above"]:
-        raise ValueError(f"{name} is {value}; it must be above {limits['above']}")
+        raise ValueError(f"{name} must be above {limits['above']}, got {value}")
 
 
 def _table(values: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -134,7 +134,7 @@ def test_positions_start_again_with_each_document(source, loader_of):
 
 def test_documents_of_one_token_and_damaged_ends_are_refused(tmp_path, loader_of):
     alone = Source("ones", write(tmp_path / "ones", [[1], [2], [3]]))
-    with pytest.raises(ValueError, match="source 'ones' has no document of at least two tokens"):
+    with pytest.raises(ValueError, match="source 'ones': no document has at least two tokens"):
         loader_of(alone)
     shards = write(tmp_path / "damaged", [[1, 2], [3, 4]])
     file = tmp_path / "damaged" / shards.index.shards[0].documents_name

@@ -27,7 +27,7 @@ def test_files_become_documents(tmp_path, capsys):
     assert text_of(shards) == "héllo\r\nworld\0packed\0".encode()
     assert shards.index.num_documents == 2
     assert shards.index.tokenizer == "bytes"
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 21 tokens of 2 documents, bytes\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 21 tokens from 2 documents, bytes\n"
 
 
 def test_a_text_larger_than_a_piece_is_one_document(tmp_path):
@@ -66,15 +66,15 @@ def test_validation_holds_whole_documents_out(tmp_path):
         ("x.txt.gz", b"plain", [], "is not a complete gzip file"),
         ("x.txt.gz", gzip.compress(b"much" * 99, mtime=0)[:-9], [], "is not a complete gzip file"),
         ("x.jsonl", b'{"text": "a"}\n{"te', [], "x.jsonl:2 is not JSON"),
-        ("x.jsonl", b'{"body": "a"}', [], 'x.jsonl:1 has no text in "text" (it has: body)'),
-        ("x.jsonl", b"[1]", [], 'x.jsonl:1 has no text in "text" (it has: list)'),
+        ("x.jsonl", b'{"body": "a"}', [], 'x.jsonl:1 has no text field "text" (it has: body)'),
+        ("x.jsonl", b"[1]", [], 'x.jsonl:1 has no text field "text" (it has: list)'),
         ("x.txt", b"", [], "there are no tokens to write"),
         ("x.txt", b"a", ["--validation", "0.5"], "none of the 1 documents went to"),
         ("x.txt", b"a", ["--validation", "1"], "at least 0 and below 1"),
         ("x.txt", b"a", ["--shard-tokens", "0"], "shard_tokens must be at least 1"),
         ("x.txt", b"a", ["--tokenizer", "wrods"], "unknown tokenizer 'wrods'"),
         ("x.txt", b"a", ["--tokenizer", "tokenizers:missing.json"], "missing.json|not installed"),
-        ("x.txt", b"a", ["--dataset", "y"], "give files, or --dataset NAME"),
+        ("x.txt", b"a", ["--dataset", "y"], "pass either files or --dataset NAME"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_left(
@@ -96,7 +96,7 @@ def test_missing_files_and_existing_folders_are_one_line_too(tmp_path, capsys):
     assert main(["prepare", str(tmp_path / "no" / "out"), str(tmp_path / "x.txt")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [
-        ("missing.txt" in a, "give files" in b, "exists" in c, "not a folder" in d)
+        ("missing.txt" in a, "pass either files" in b, "exists" in c, "not a folder" in d)
         for a, b, c, d in [lines]
     ] == [(True,) * 4]
 

@@ -103,7 +103,7 @@ class _FullDisk:
     [
         (lambda f: (f / "index.json").unlink(), "has no index.json"),
         (lambda f: (f / "index.json").write_text("{"), "cannot read"),
-        (lambda f: (f / "index.json").write_text("[]"), '"format" is not'),
+        (lambda f: (f / "index.json").write_text("[]"), '"format" must be'),
         (lambda f: (f / "tokens_00000.bin").unlink(), "No such file"),
         (
             lambda f: (f / "tokens_00000.bin").write_bytes(b"12"),
@@ -111,7 +111,7 @@ class _FullDisk:
         ),
         (lambda f: (f / "documents_00000.bin").write_bytes(b""), "has 0 bytes"),
         (lambda f: _edit(f, "version", 2), "has version 2, but this version of echelon reads 1"),
-        (lambda f: _edit(f, "dtype", "float32"), "dtype 'float32' is not one of"),
+        (lambda f: _edit(f, "dtype", "float32"), "dtype must be one of"),
         (lambda f: _edit(f, "num_tokens", 11), "num_tokens is 11, but the shards have 10"),
         (lambda f: _edit(f, "vocabulary_size", -1), "must be an integer of at least 0, got -1"),
         (lambda f: _edit(f, "shards", [{}]), "'tokens_name' is missing"),
@@ -132,7 +132,7 @@ def test_a_flipped_bit_is_found_by_verify_and_a_foreign_token_by_reading(tmp_pat
     data = bytearray(path.read_bytes())
     data[7] ^= 0x80
     path.write_bytes(data)
-    with pytest.raises(TokenShardsError, match=r"tokens_00000\.bin differs"):
+    with pytest.raises(TokenShardsError, match=r"tokens_00000\.bin: the file is damaged"):
         shards.verify()
     with pytest.raises(TokenShardsError, match="is not in its vocabulary of 11000"):
         TokenShards(tmp_path / "x").read(0, 10)

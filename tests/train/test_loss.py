@@ -153,7 +153,7 @@ def test_a_second_backward_is_refused_unless_it_recomputes():
     hidden, weight, targets = _inputs()
     loss = chunked_cross_entropy(hidden, weight, targets)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="pass recompute=True"):
+    with pytest.raises(RuntimeError, match="set recompute=True"):
         loss.backward()
     loss = chunked_cross_entropy(hidden, weight, targets, recompute=True)
     hidden.grad = None
@@ -171,7 +171,7 @@ def test_a_second_backward_is_refused_unless_it_recomputes():
         ({"targets": torch.zeros(5, dtype=torch.int64)}, ValueError, "targets must be int64"),
         ({"targets": torch.zeros(_N)}, ValueError, "targets must be int64"),
         ({"hidden": torch.zeros(_N, _C).half()}, ValueError, "use autocast"),
-        ({"hidden": torch.zeros(_N, _C).long()}, ValueError, "must be floats"),
+        ({"hidden": torch.zeros(_N, _C).long()}, ValueError, "must be floating-point"),
         ({"reduction": "none"}, ValueError, "reduction"),
         ({"chunk_tokens": 0}, ValueError, "chunk_tokens"),
         ({"targets": torch.full((_N,), _V)}, IndexError, f"target {_V} of token 0"),

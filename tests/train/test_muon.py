@@ -128,7 +128,7 @@ def test_hidden_matrices_are_told_from_embeddings_heads_and_vectors():
         (lambda m: Muon(m, num_iterations=0), "num_iterations"),
         (lambda m: Muon(m, compute_dtype=torch.int8), "compute_dtype"),
         (lambda m: Muon([{"params": m, "algorithm": "sgd"}]), "algorithm must be"),
-        (lambda _: orthogonalize(torch.ones(3)), "expected a matrix"),
+        (lambda _: orthogonalize(torch.ones(3)), "expected a floating-point matrix"),
     ],
 )
 def test_bad_arguments_are_refused(make, message):

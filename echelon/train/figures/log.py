@@ -91,8 +91,8 @@ class FigureLog:
         numbers = (tokens_per_step, flops_per_token, peak_flops, first_step)
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             raise ValueError(
-                f"tokens_per_step, flops_per_token, peak_flops and first_step are {numbers}; "
-                "none may be negative"
+                "tokens_per_step, flops_per_token, peak_flops and first_step must be finite and "
+                f">= 0, got {numbers}"
             )
         self._tokens_per_step = tokens_per_step
         self._flops_per_token = flops_per_token
@@ -237,7 +237,7 @@ class FigureLog:
                 self._writers.remove(writer)
             kind = type(writer).__name__
             reason = f"{type(err).__name__}: {err}"
-            say(f"{kind} receives no further figures: {reason}; training continues")
+            say(f"{kind} failed and receives no more figures: {reason}; training continues")
 
     def _go_back(self, step: int) -> None:
         if self._file is not None:
@@ -249,7 +249,7 @@ class FigureLog:
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            say(f"figures are missing from {reason}; training continues")
+            say(f"cannot write figures: {reason}; training continues")
 
 
 def _shortened(name: str, value: float | None) -> float | int | None:

@@ -114,7 +114,7 @@ def _find_config(options: argparse.Namespace) -> ModelConfig:
         source = options.checkpoint
     if not isinstance(content, Mapping):
         raise ValueError(
-            f"{source}: the checkpoint has no {CONFIG_KEY}: give --like FOLDER or --config FILE"
+            f"{source}: the checkpoint has no {CONFIG_KEY}; pass --like FOLDER or --config FILE"
         )
     return ModelConfig.from_dict(content)
 

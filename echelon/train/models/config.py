@@ -43,13 +43,14 @@ class RotaryScaling:
         _require_one_of("rotary_scaling.kind", self.kind, ("linear", "llama3"))
         if self.factor < 1 or self.original_context < 1:
             raise ValueError(
-                f"rotary_scaling: factor {self.factor} and original_context "
-                f"{self.original_context} must be at least 1"
+                "rotary_scaling: factor and original_context must be at least 1, got "
+                f"{self.factor} and {self.original_context}"
             )
         if not 0 < self.low_frequency_factor < self.high_frequency_factor:
             raise ValueError(
-                f"rotary_scaling: low_frequency_factor {self.low_frequency_factor} must be "
-                f"positive and below high_frequency_factor {self.high_frequency_factor}"
+                "rotary_scaling: low_frequency_factor must be above 0 and below "
+                f"high_frequency_factor ({self.high_frequency_factor}), got "
+                f"{self.low_frequency_factor}"
             )
 
 
@@ -121,18 +122,22 @@ class ModelConfig:
             _require_size(name, getattr(self, name), least=0)
         self._fill_zeros()
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
+            raise ValueError(
+                f"heads must be a multiple of kv_heads ({self.kv_heads}), got {self.heads}"
+            )
         if self.positions == "rotary" and self.head_width % 2:
-            raise ValueError(f"rotary positions need an even head_width, not {self.head_width}")
+            raise ValueError(f"rotary positions need an even head_width, got {self.head_width}")
         if self.positions == "learned" and self.rotary_scaling is not None:
             raise ValueError("rotary_scaling has no effect on learned positions")
         if not (self.eps > 0 and self.rotary_base > 0):
-            raise ValueError(f"eps {self.eps} and rotary_base {self.rotary_base} must be positive")
+            raise ValueError(
+                f"eps and rotary_base must be positive, got {self.eps} and {self.rotary_base}"
+            )
 
     def _fill_zeros(self) -> None:
         if self.head_width == 0 and self.width % self.heads:
             raise ValueError(
-                f"width {self.width} cannot be divided evenly among {self.heads} heads; give a "
+                f"width {self.width} cannot be divided evenly among {self.heads} heads; set "
                 "head_width"
             )
         narrow = -(-8 * self.width // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
@@ -201,14 +206,14 @@ class ModelConfig:
 
 def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _require_size(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
+        raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _require_fields(kind: type[ModelConfig | RotaryScaling], values: Mapping[str, Any]) -> None:
@@ -216,7 +221,7 @@ def _require_fields(kind: type[ModelConfig | RotaryScaling], values: Mapping[str
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(
-            f"{kind.__name__} has no setting {', '.join(unknown)}; its settings are "
+            f"unknown {kind.__name__} settings: {', '.join(unknown)}; use "
             f"{', '.join(sorted(known))}"
         )
     needed = [one.name for one in fields(kind) if one.default is one.default_factory]  # MISSING

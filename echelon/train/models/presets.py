@@ -78,7 +78,7 @@ def llama(size: str = "20m", **changes: Any) -> ModelConfig:
 
 def _find(sizes: dict[str, Any], size: str) -> dict[str, Any]:
     if size not in sizes:
-        raise ValueError(f"unknown size {size!r}; known sizes: {', '.join(sizes)}")
+        raise ValueError(f"unknown size {size!r}; use one of {', '.join(sizes)}")
     return dict(sizes[size])
 
 
@@ -86,5 +86,5 @@ def _changed(values: dict[str, Any], changes: dict[str, Any]) -> ModelConfig:
     names = {field.name for field in fields(ModelConfig)}
     unknown = sorted(set(changes) - names)
     if unknown:
-        raise ValueError(f"ModelConfig has no setting {', '.join(unknown)}")
+        raise ValueError(f"unknown ModelConfig settings: {', '.join(unknown)}")
     return ModelConfig(**(values | changes))

@@ -30,7 +30,9 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
         True
     """
     if matrix.dim() != 2 or not matrix.is_floating_point():
-        raise ValueError(f"expected a matrix of floats, got {matrix.dtype} {list(matrix.shape)}")
+        raise ValueError(
+            f"expected a floating-point matrix, got {matrix.dtype} {list(matrix.shape)}"
+        )
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.t() if is_tall else matrix  # the smaller product of both: [k, k], k = min(n, m)
     x = x / x.norm().clamp(min=_EPS)

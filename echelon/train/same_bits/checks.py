@@ -112,8 +112,8 @@ def no_collectives(group: ProcessGroup) -> Iterator[None]:
     for one, count in zip(groups, before, strict=True):
         if one.num_collectives != count:
             raise ValueError(
-                f"a micro-batch called a collective of group {one.name!r}: its result depends on "
-                "which ranks there are. Add one value per micro-batch with mean(), after the step"
+                f"a micro-batch called a collective of group {one.name!r}, whose result depends on "
+                "the set of ranks. Average one value per micro-batch with mean(), after the step"
             )
 
 

@@ -194,7 +194,7 @@ class SameBits:
             with unchanged_buffers(self._model):
                 loss = compute(number)
             if not isinstance(loss, torch.Tensor) or loss.dim():
-                raise ValueError(f"compute({number}) must return a loss without dims, got {loss!r}")
+                raise ValueError(f"compute({number}) must return a scalar loss, got {loss!r}")
             torch.autograd.backward(loss)
             return float(loss.detach())
 

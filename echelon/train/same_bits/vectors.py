@@ -139,7 +139,7 @@ class ShardedVector:
             raise ValueError(
                 f"the ranks of group {flat.group.name!r} and its replicas have only "
                 f"micro-batches {every[0].start} to {every[-1].stop - 1} of {run.total}: pass "
-                "a group that has all of them"
+                "a group whose ranks have all micro-batches"
             )
 
     def take(self) -> Taken:

@@ -159,7 +159,7 @@ def test_no_path_writes_no_file(tmp_path, clock, monkeypatch):
 @pytest.mark.parametrize("name", ["tokens_per_step", "flops_per_token", "peak_flops", "first_step"])
 @pytest.mark.parametrize("number", [-1, math.nan])
 def test_negative_numbers_are_refused(name, number):
-    with pytest.raises(ValueError, match="none may be negative"):
+    with pytest.raises(ValueError, match="must be finite and >= 0"):
         FigureLog(None, **{name: number})
 
 

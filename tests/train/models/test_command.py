@@ -47,7 +47,7 @@ def test_a_checkpoint_without_a_config_needs_one(tmp_path, capsys):
     save(tmp_path / "c", {"model": model})
     assert _run("export", tmp_path / "c", tmp_path / "a") == 1
     assert (
-        "the checkpoint has no model_config: give --like FOLDER or --config FILE"
+        "the checkpoint has no model_config; pass --like FOLDER or --config FILE"
         in capsys.readouterr().err
     )
     (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))

@@ -49,13 +49,13 @@ def test_a_config_is_plain_values_and_back(config):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"layers": 0}, "layers is 0"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"heads": 3}, "width 32 cannot be divided evenly among 3 heads"),
-        ({"kv_heads": 3}, "4 heads are not a multiple of 3 kv_heads"),
-        ({"head_width": 7}, "even head_width, not 7"),
-        ({"norm": "batch"}, "norm is 'batch'; it must be one of rms, layer"),
-        ({"mlp": "relu"}, "mlp is 'relu'"),
-        ({"positions": "alibi"}, "positions is 'alibi'"),
+        ({"kv_heads": 3}, "heads must be a multiple of kv_heads .3., got 4"),
+        ({"head_width": 7}, "even head_width, got 7"),
+        ({"norm": "batch"}, "norm must be one of rms, layer, got 'batch'"),
+        ({"mlp": "relu"}, "mlp must be one of swiglu, gelu, got 'relu'"),
+        ({"positions": "alibi"}, "positions must be one of rotary, learned, got 'alibi'"),
         ({"eps": 0.0}, "must be positive"),
         ({"eps": float("nan")}, "must be positive"),
         (
@@ -78,7 +78,7 @@ def test_a_size_is_an_integer(value):
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"kind": "yarn", "factor": 2.0}, "kind is 'yarn'"),
+        ({"kind": "yarn", "factor": 2.0}, "kind must be one of linear, llama3, got .yarn."),
         ({"kind": "linear", "factor": 0.5}, "at least 1"),
         ({"kind": "llama3", "factor": 2.0, "low_frequency_factor": 4.0}, "below high_freq"),
     ],
@@ -89,13 +89,13 @@ def test_a_scaling_that_makes_no_sense_is_refused(values, match):
 
 
 def test_unknown_and_missing_fields_are_named():
-    with pytest.raises(ValueError, match="ModelConfig has no setting depth"):
+    with pytest.raises(ValueError, match="unknown ModelConfig settings: depth"):
         ModelConfig.from_dict(LLAMA.to_dict() | {"depth": 3})
     with pytest.raises(ValueError, match="ModelConfig needs vocabulary"):
         ModelConfig.from_dict({k: v for k, v in SIZES.items() if k != "vocabulary"})
     with pytest.raises(ValueError, match="RotaryScaling needs factor"):
         ModelConfig.from_dict(SIZES | {"rotary_scaling": {"kind": "linear"}})
-    with pytest.raises(ValueError, match="unknown size '7b'; known sizes: 20m, 1b, 8b"):
+    with pytest.raises(ValueError, match="unknown size '7b'; use one of 20m, 1b, 8b"):
         llama("7b")
-    with pytest.raises(ValueError, match="ModelConfig has no setting dropout"):
+    with pytest.raises(ValueError, match="unknown ModelConfig settings: dropout"):
         gpt2(dropout=0.1)

@@ -99,7 +99,7 @@ class _Reader:
         """
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise self.error(f"{key} is {value!r}, not true or false")
+            raise self.error(f"{key} must be true or false, got {value!r}")
         return value
 
     def finish(self, ignore: Collection[str]) -> None:
@@ -304,7 +304,7 @@ def _size(reader: _Reader, key: str, default: int) -> int:
 def _llama(reader: _Reader) -> ModelConfig:
     bias = reader.flag("attention_bias", False)
     if reader.flag("mlp_bias", False) != bias:
-        raise reader.error("biases in only one of attention and the MLP are not implemented")
+        raise reader.error("attention_bias and mlp_bias must be equal")
     return _llama_like(reader, bias=bias)
 
 

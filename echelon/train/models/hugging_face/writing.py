@@ -54,7 +54,7 @@ class _How:
 
     def __post_init__(self) -> None:
         if self.max_piece_bytes < 1:
-            raise ValueError(f"max_piece_bytes is {self.max_piece_bytes}; it must be at least 1")
+            raise ValueError(f"max_piece_bytes must be at least 1, got {self.max_piece_bytes}")
         if self.dtype is not None and dtype_name(self.dtype) not in _WEIGHT_DTYPES:
             known = ", ".join(_WEIGHT_DTYPES)
             raise ValueError(f"weights can be stored as {known}, not {self.dtype}")
@@ -178,7 +178,7 @@ def _module_key(source: Version, key: str | None) -> str:
             if key is None
             else (f"{key} is not a module of this checkpoint")
         )
-        raise ValueError(f"{source.path}: {wanted}; its modules: {names}")
+        raise ValueError(f"{source.path}: {wanted} (modules: {names})")
     return key
 
 
