@@ -4,8 +4,9 @@
 
 It averages a vector and saves it every few steps; at the end, the vector must equal the number of
 steps. It does not import torch, so that this does not slow either launcher's restarts. Rank 0 alone
-saves, flushes and renames, in the layout of `echelon.dist.checkpoint`. It also writes each finished
-step to FOLDER/steps.log, the campaign's own account of time.
+saves, flushes and renames, in the layout of `echelon.dist.checkpoint`, on a thread beside the next
+steps. A save waits until the previous one has been written. Rank 0 also writes each finished step
+to FOLDER/steps.log, the campaign's own account of time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import resource
 import signal
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ class Job:
         self.is_ours = "ECHELON_RANK_DIR" in os.environ
         self.node = int(os.environ["CAMPAIGN_NODE"])
         self.world = dist.init(timeout_s=60)
+        self.writer = ThreadPoolExecutor(1)
+        self.writing: Future[None] | None = None
         self.log = None
         if self.world.rank == 0:
             self.log = os.open(folder / "steps.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -66,6 +70,7 @@ class Job:
             stops = dist.should_stop()
             if stops:
                 self._save(step, x)
+                self._finish_saving()
                 return 0 if self.is_ours else 1  # otherwise torchrun considers the job finished
             self._strike(step, _ON_NODE, self._victim_of_node())
             self._strike(step, None, None)
@@ -76,6 +81,7 @@ class Job:
             self.note(f"step {step}")
             if step % self.plan["save_every"] == self.plan["save_every"] - 1:
                 self._save(step + 1, x)
+        self._finish_saving()
         assert abs(x[0] - self.plan["num_steps"]) < 1e-6, (x[0], self.plan["num_steps"])
         self.note("end")
         return 0
@@ -150,11 +156,20 @@ class Job:
     # ---- checkpoints ----
 
     def _save(self, step: int, x: np.ndarray) -> None:
-        with recorder.span("checkpoint"):
-            if self.world.rank == 0:
-                self._hit_save(step)
-                self._write(self.folder / "checkpoints" / f"step_{step:08d}", step, x)
-            self.world.barrier()
+        """Start saving a copy of the state, once the previous checkpoint has been written."""
+        self._finish_saving()
+        if self.world.rank == 0:
+            self.writing = self.writer.submit(self._write_as_due, step, x.copy())
+
+    def _finish_saving(self) -> None:
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            with recorder.span("checkpoint"):
+                writing.result()
+
+    def _write_as_due(self, step: int, x: np.ndarray) -> None:
+        self._hit_save(step)
+        self._write(self.folder / "checkpoints" / f"step_{step:08d}", step, x)
 
     def _write(self, folder: Path, step: int, x: np.ndarray) -> None:
         version = folder / "000001"
