@@ -7,16 +7,19 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 WORKERS ?= 4
 ARGS ?=
+EXTRAS ?= torch,dev
 
-.PHONY: setup train demo-kill test check docs docs-serve bench-docs pictures check-native wheels test-pythons clean
+.PHONY: setup train demo-kill test check style types texts docs docs-serve bench-docs pictures check-native wheels test-pythons clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@rm -rf echelon.egg-info # a stale one, found first here, would hide the entry points
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
-	@touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	@# pip would compile on one core. Some files of torch are for newer versions of Python.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@touch $@ $(if $(findstring xccl,$(EXTRAS)),$@-xccl)
 
 train: setup
 	$(BIN)/echelon run --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
@@ -42,10 +45,16 @@ test: setup $(VENV)/.ready-xccl
 	$(BIN)/python -m compileall -q echelon tests examples benchmarks
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not gpu and not slow' $(ARGS)
 
-check: setup
+check: style types texts
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
+
+texts: setup
 	$(BIN)/python tools/english.py
 	$(BIN)/python -m tools.docs.check
 
