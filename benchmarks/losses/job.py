@@ -143,8 +143,8 @@ class _Job:
 
     def _loss(self, loss: Loss) -> Record:
         """Return a loss; where torchrun restarts, the lost rank takes part in the next step."""
-        lost = () if self._plan.layout == TORCHRUN else loss.fault.ranks
-        return recovery(self._folder, loss, lost)
+        restarts = self._plan.layout == TORCHRUN
+        return recovery(self._folder, loss, () if restarts else loss.fault.ranks, restarts=restarts)
 
     def _said(self) -> list[str]:
         """Return what the first launcher reports of losses."""

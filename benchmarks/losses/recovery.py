@@ -34,16 +34,23 @@ def _struck(plan: Plan, folder: Path) -> Iterator[Loss]:
             yield Loss(fault=fault, step=int(step), at_s=float(at_s))
 
 
-def recovery(folder: Path, loss: Loss, lost: Sequence[int]) -> dict[str, Any]:
+def recovery(
+    folder: Path, loss: Loss, lost: Sequence[int], *, restarts: bool = False
+) -> dict[str, Any]:
     """Return a loss as it is recorded.
 
     Its time is that to the next commit of a step which was trained without the `lost` ranks, less
-    the training's median time between two commits. `checkpoint` is the step that was loaded before,
-    if any.
+    the training's median time between two commits. If all ranks restart, it is the lost rank's next
+    commit, since the others may still commit a step that it had finished. `checkpoint` is the step
+    that was loaded before, if any.
     """
-    commits = [[_commit(line) for line in lines_of(path)] for path in folder.glob("*.commits")]
-    after = [at for one in commits for at, gone in one if at > loss.at_s and gone >= set(lost)]
-    steps = [b[0] - a[0] for one in commits for a, b in itertools.pairwise(one)]
+    commits = {
+        int(path.stem): [_commit(line) for line in lines_of(path)]
+        for path in folder.glob("*.commits")
+    }
+    counted = [commits.get(rank, []) for rank in (loss.fault.ranks if restarts else commits)]
+    after = [at for one in counted for at, gone in one if at > loss.at_s and gone >= set(lost)]
+    steps = [b[0] - a[0] for one in commits.values() for a, b in itertools.pairwise(one)]
     found = {**asdict(loss.fault), "at_step": loss.step, "took_s": None, "checkpoint": None}
     if after and steps:
         found["took_s"] = max(0.0, min(after) - loss.at_s - statistics.median(steps))

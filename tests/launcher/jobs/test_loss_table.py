@@ -17,6 +17,7 @@ from benchmarks.losses.plan import (
     compared,
     plan_of,
 )
+from benchmarks.losses.recovery import Loss, recovery
 from benchmarks.losses.table import is_right, kind_of, num_losses, table
 
 
@@ -103,6 +104,16 @@ def test_what_is_compared_has_the_same_kill_under_each():
         (kill,) = ours.faults
         assert kill.how == "kill"
         assert 0 < kill.step < TOTAL, "a step that follows shows the recovery"
+
+
+def test_where_all_restart_a_step_that_the_lost_rank_had_finished_is_no_recovery(tmp_path):
+    loss = Loss(fault=compared(TORCHRUN, 1).faults[0], step=3, at_s=10.0)
+    (rank,) = loss.fault.ranks
+    (tmp_path / "1.commits").write_text("0 7.0 \n1 8.0 \n2 9.0 \n3 40.0 \n")
+    (tmp_path / "2.commits").write_text("0 7.0 \n1 8.0 \n2 10.1 \n3 40.0 \n")
+    assert rank == 1
+    assert recovery(tmp_path, loss, (), restarts=True)["took_s"] == pytest.approx(30.0 - 1.55)
+    assert recovery(tmp_path, loss, ())["took_s"] == pytest.approx(0.0)
 
 
 def test_samples_that_no_step_has_are_counted_where_the_bits_do_not_tell():
