@@ -3,7 +3,8 @@
 Each command of these pages is either in `RUN`, with the exit code that it must have, or in `LEFT`,
 with the reason why it cannot run on one machine without preparation. A command that is in neither
 is an error, so a new command in a page has to be classified. Commands run as they are written, in
-FOLDER, among the files that `prepare` makes: a small training script, a checkpoint, a config.
+FOLDER, among the files that `prepare` makes: a small training script, a checkpoint, a config, the
+logs of other jobs. The time that each command took is printed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "howto").glob("*.md")))
-LIMIT_S = 600
+LIMIT_S = 1800  # a shared machine may be ten times slower than a quiet one
 _PROGRAMS = "echelon|fr-analyze|python|torchrun|srun|mpirun|sbatch|kubectl|scp|ssh|pip"
 _COMMAND = re.compile(
     rf"^(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) [\w./-](?!.*[:;] (?!-)).*$|^export \w+=.*$"
@@ -29,6 +31,7 @@ RUN = {
     "echelon plan --model layers=12,": 0,
     "echelon plan --model llama-8b ": 0,
     "echelon plan --model path/to/config.json ": 0,
+    "echelon report ": 0,
     "echelon run --nproc-per-node 4 --max-restarts 3 --standby 4 train.py": 0,
     "echelon run --nproc-per-node 4 --on-loss shrink train.py": 0,
     "echelon run --nproc-per-node 4 --on-loss shrink --on-stall replace train.py": 0,
@@ -37,6 +40,8 @@ RUN = {
     "echelon run --nproc-per-node 8 --torch-backend echelon train.py": 0,
     "echelon run --nproc-per-node 8 train.py": 0,
     "export ECHELON_SECRET=": 0,
+    "fr-analyze runs/torchrun-logs/": 1,  # the logs show a failure
+    "fr-analyze slurm-": 1,
     "python -m echelon.dist.checkpoint export runs/gpt ": 0,
     "python -m echelon.dist.checkpoint show runs/gpt": 0,
     "python -m echelon.dist.checkpoint verify runs/gpt": 0,
@@ -46,12 +51,10 @@ RUN = {
 }
 _NODES = "needs several nodes; the netns tests run such jobs"
 _NETWORK = "downloads from the network"
-_LOGS = "reads the logs of another job; tests/analysis read such logs"
 LEFT = {
     "OTEL_EXPORTER_OTLP_ENDPOINT=": "needs a collector; tests/launcher/notices run one",
-    "echelon plot ": "needs the figures of a training run; tests/train/figures draw them",
+    "echelon plot ": "needs matplotlib; tests/train/figures draw where it is installed",
     "echelon prepare ": _NETWORK,
-    "echelon report ": "names the run directory of an earlier job; tests/launcher/goodput read one",
     "echelon run --notify ": "sends mail; tests/launcher/notices send to a command and a URL",
     "echelon run --nnodes ": _NODES,
     "echelon run --nproc-per-node 2 --stall-timeout 5": "hangs on purpose; the tutorials run it",
@@ -63,8 +66,6 @@ LEFT = {
     "echelon run --run-dir ": "runs below srun; tests/launcher/options read Slurm's variables",
     "echelon witness ": _NODES,
     "fr-analyze --attach": "needs a running job; tests/launcher/attach look at one",
-    "fr-analyze runs/torchrun-logs/": _LOGS,
-    "fr-analyze slurm-": _LOGS,
     "mpirun ": _NODES,
     "pip install expecttest": _NETWORK,
     "python -m echelon.train.models ": "needs the weights of a published model",
@@ -89,6 +90,15 @@ import torch
 from echelon.dist.checkpoint import save
 
 save("runs/gpt", {"model": torch.nn.Linear(2, 2), "step": 7})
+"""
+_JOB = "runs/20261122-235800-c9cff307"  # the job in docs/goodput.md
+_FAILED = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in <module>
+    step(batch)
+  File "/home/me/train.py", line 7, in step
+    raise ValueError("a batch of length 0")
+ValueError: a batch of length 0
 """
 
 
@@ -131,7 +141,19 @@ def prepare(folder: Path) -> None:
     (folder / "path" / "to" / "config.json").write_text(json.dumps(config))
     (folder / "mine.csv").write_text("0F0,,,0B0\n,1F0,1B0,\n")
     _run(f"{sys.executable} -c '{_SAVE}'", folder, 0)
+    _write_logs(folder)
+    _run(f"echelon run --nproc-per-node 2 --run-dir {_JOB} train.py", folder, 0)
     _run("echelon run --nproc-per-node 4 -m echelon.planner.measure --out links.json", folder, 0)
+
+
+def _write_logs(folder: Path) -> None:
+    """Write the logs of two ranks as torchrun and as srun keep them; rank 1 failed."""
+    for rank, text in enumerate(("waiting\n", _FAILED)):
+        logs = folder / "runs" / "torchrun-logs" / "attempt_0" / str(rank)
+        logs.mkdir(parents=True)
+        (logs / "stderr.log").write_text(text)
+    labelled = "".join(f"1: {line}\n" for line in _FAILED.splitlines())
+    (folder / "slurm-4711.out").write_text(f"0: waiting\n{labelled}")
 
 
 def _run(command: str, folder: Path, code: int) -> None:
@@ -160,9 +182,11 @@ def main() -> int:
     for page in [Path(name) for name in sys.argv[2:]] or PAGES:
         for command in commands(page.read_text()):
             code, reason = classified(command)
+            started_s = time.monotonic()
             if code is not None:
                 _run(command, folder, code)
-            print(f"{page.name}: {command}: {'ran' if code is not None else reason}", flush=True)
+                reason = f"ran, {time.monotonic() - started_s:.0f} s"
+            print(f"{page.name}: {command}: {reason}", flush=True)
     return 0
 
 
