@@ -142,10 +142,18 @@ def test_a_model_that_prepare_shards_is_refused(is_sharded):
     ("backend", "error", "says"),
     [
         ("shm", PeerLostError("rank 1 died", ranks=[1]), "rank 1 is gone, but the launcher has"),
+        ("shm", PeerLostError("2 ranks died", ranks=[1, 2]), "ranks 1 and 2 are gone, but the"),
+        ("shm", PeerLostError("a rank died", ranks=[]), "a rank is gone, but the launcher has"),
         ("shm", CollectiveError("torn"), "no rank was lost within 0.01 s of this error"),
         ("gloo", CollectiveError("torn"), "no rank was lost within 0.02 s of this error"),
     ],
-    ids=["a rank left by itself", "another error", "another error over a network"],
+    ids=[
+        "a rank left by itself",
+        "two left",
+        "one left",
+        "another error",
+        "another error over a network",
+    ],
 )
 def test_an_error_without_a_loss_says_so_in_words(monkeypatch, backend, error, says):
     monkeypatch.setattr(replicated, "_LOST_S", 0.02)

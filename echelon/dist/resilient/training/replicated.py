@@ -368,7 +368,7 @@ def _why_none(err: CollectiveError, waited_s: float) -> str:
         return f"the launcher has not published a newer epoch within {waited_s:g} s"
     if not isinstance(err, PeerLostError):
         return f"no rank was lost within {waited_s:g} s of this error"
-    is_gone, it = ("is gone", "it") if len(err.ranks) == 1 else ("are gone", "them")
+    is_gone, it = ("are gone", "them") if len(err.ranks) > 1 else ("is gone", "it")
     return (
         f"{named(err.ranks)} {is_gone}, but the launcher has not counted {it} as lost within "
         f"{waited_s:g} s. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.gathering.roster import Roster
@@ -33,12 +33,19 @@ def why_world_waits(world: World, awaited: Collection[str]) -> str:
     if world.clearing:
         return f"processes that workers left behind on {_hosts(world, world.clearing)}"
     if world.attempt.phase in (decide.Phase.STOPPING, decide.Phase.KILLING):
-        ranks = world.attempt.running
-        more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-        return f"rank {', '.join(map(str, ranks[:_MAX_RANKS]))}{more} to end"
+        return f"{_ranks(world.attempt.running)} to end"
     if awaited:
         return f"diagnostics from {_hosts(world, awaited)}"
     return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = [str(rank) for rank in ranks[:_MAX_RANKS]]
+    if len(names) < 2:
+        return f"rank {names[0]}" if names else "the ranks"
+    if len(ranks) > _MAX_RANKS:
+        return f"ranks {', '.join(names)} and {len(ranks) - _MAX_RANKS} more"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 def _hosts(world: World, nodes: Collection[str]) -> str:

@@ -278,6 +278,8 @@ def _is_own_end(code: int) -> bool:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Format rank numbers as "rank 1", or "ranks 1, 2 and 3"."""
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+    """Format rank numbers as "rank 1", or "ranks 1, 2 and 3"; without any, as "a rank"."""
+    names = [str(rank) for rank in ranks]
+    if len(names) < 2:
+        return f"rank {names[0]}" if names else "a rank"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

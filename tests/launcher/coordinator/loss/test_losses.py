@@ -331,7 +331,7 @@ def test_an_epoch_awaits_a_rank_that_only_the_store_knows(tmp_path, monkeypatch)
     for rank in (2, 3):
         job.coordinator._meeting.publish(begun_key(rank), "1")
     job.take(job.other, m.WorkerEnded(attempt=0, rank=3, code=-signal.SIGKILL))
-    assert "rank 3 is lost; continuing with rank 0, 1, 2" in job.terminal.text
+    assert "rank 3 is lost; continuing with ranks 0, 1 and 2" in job.terminal.text
     for rank in range(2):
         monkeypatch.setenv("ECHELON_RANK_DIR", str(RunDirectory(tmp_path, "").rank_dir(rank, 0)))
         note_standing(Standing(state=State.PROTECTED, epoch=1, step=5, ready_mono_ns=900))
@@ -352,7 +352,7 @@ def test_a_rank_that_has_not_begun_makes_the_loss_of_its_node_a_failure(
         job.coordinator._meeting.publish(begun_key(rank), "1")
     job.take(job.other, m.Left(reason="no heartbeat"))
     first = 2 + len(begun)
-    assert f"cannot continue without rank 2, 3: rank {first} is not in res" in job.terminal.text
+    assert f"cannot continue without ranks 2 and 3: rank {first} is not in res" in job.terminal.text
     job.coordinator.close()
 
 
