@@ -220,7 +220,8 @@ def collected(
         worlds: the worlds whose copies this rank can read; none on a rank that joins.
         group: the ranks that restore the state.
         version: the state.
-        holders: for each rank of the state's world, a rank of the group that can read its copy.
+        holders: a rank of the group that can read the copy, for each rank of the state's world, or
+            for one rank of each set that holds the same shards.
 
     Raises:
         CollectiveError: a rank was lost, or a copy was damaged in transit.
