@@ -65,7 +65,7 @@ class GroupMaker:
                 self._end = None
 
     def end(self, error: CollectiveError, epoch: int) -> None:
-        """End, with an error, all groups of epochs before `epoch`.
+        """End, with an error, all groups from epochs before `epoch`.
 
         The method may be called on any thread. Groups that are being created end within about a
         second.

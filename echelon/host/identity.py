@@ -27,8 +27,8 @@ def boot_id() -> str:
 def clock_id() -> str:
     """Return the name of this process's monotonic clock; equal names mean the same clock.
 
-    The name consists of the boot id and, if the kernel has them, the time namespace. The result is
-    "" if the boot id cannot be read.
+    The name consists of the boot id and, if the kernel supports time namespaces, the namespace's
+    inode. The result is "" if the boot id cannot be read.
     """
     boot, inode = boot_id(), _namespace("time")
     return f"{boot}/{inode}" if boot and inode else boot  # a kernel without time namespaces

@@ -37,7 +37,7 @@ class Epoch:
         joins: the ranks of the roster that join in this epoch to replace lost ranks.
         dismissed: the ranks that were waiting to join but must exit, because the others have
             finished.
-        withdraws: the epoch of the admissions that this epoch withdraws, because ranks died before
+        withdraws: the earlier epoch whose admissions this epoch cancels, because ranks died before
             they joined; 0 if none. A rank that has not tried to meet in that epoch is not affected,
             and enters this epoch at the end of a step.
     """

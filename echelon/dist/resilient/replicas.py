@@ -29,14 +29,14 @@ class Replicas:
         self._number_for = number_for
 
     def check(self, size: int) -> None:
-        """Check the program's function for all numbers of ranks that may be left.
+        """Check the program's function for every number of ranks that may remain.
 
         Args:
             size: the number of ranks at the start.
 
         Raises:
-            ValueError: for `size` ranks, the function does not return the number at the start; or
-                for some other number of ranks, it does not return a divisor.
+            ValueError: for `size` ranks, the function does not return the number of replicas that
+                the model has; or for a smaller number of ranks, it does not return a divisor of it.
         """
         found = [self.number(left) for left in range(1, size + 1)][-1]
         if found != self.initial:

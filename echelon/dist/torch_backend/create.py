@@ -37,7 +37,7 @@ def create(torch_options: Any, group_options: Any) -> TorchGroup:
             default group.
 
     Raises:
-        TypeError: `pg_options` is of another type.
+        TypeError: `pg_options` has the wrong type.
         CollectiveTimeoutError: some members did not join within the group's timeout.
     """
     global _world_options

@@ -1,6 +1,6 @@
-"""Read the texts of a ring: names, recent texts, and groups.
+"""Read the strings stored in a ring: names, recent messages, and groups.
 
-An unreadable text is replaced by a placeholder.
+An unreadable string is replaced by a placeholder.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ class Parser:
             self._shapes = _NO_SHAPES
 
     def _first_need(self, out: list[p.Message]) -> int:
-        """Start the open command; return the number of bytes it needs."""
+        """Start to parse the next command; return the number of bytes it needs first."""
         assert self._steps is not None
         try:
             return next(self._steps)

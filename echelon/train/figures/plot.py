@@ -70,14 +70,14 @@ PANELS = (
 
 
 def plot(runs: Sequence[Run], out: Path, *, title: str = "") -> None:
-    """Plot several runs on shared axes into a file; panels without data are left out.
+    """Plot several runs on shared axes and save the plot; panels without data are left out.
 
     Args:
         out: the file to write: a .png, .svg or .pdf, or a self-contained .html page.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: none of the runs has any of the figures.
+        ValueError: none of the runs has any data to plot.
         OSError: the file cannot be written.
     """
     try:

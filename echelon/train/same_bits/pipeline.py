@@ -125,7 +125,7 @@ class SameBitsPipeline:
         """Compute the micro-batches of a step and put the average gradients into `.grad`.
 
         Earlier gradients are dropped. The method is collective over all ranks of the pipelines. It
-        blocks until all ranks have computed their micro-batches, at most for the groups' timeout.
+        blocks until all ranks have computed their micro-batches, or until the groups' timeout ends.
 
         Args:
             step: the number of the optimizer step, which is part of the random numbers' seed.
@@ -135,7 +135,7 @@ class SameBitsPipeline:
                 number, and it must not draw from torch's generators.
 
         Returns:
-            The mean of the micro-batches' losses, with the same bits on every rank.
+            The mean of the micro-batches' losses, bitwise identical on every rank.
 
         Raises:
             NotReproducibleError: at the first step, a micro-batch gave different bits when it was

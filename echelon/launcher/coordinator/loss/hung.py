@@ -30,13 +30,13 @@ _CAUSES = ("frozen_process", *OWN_HANGS)
 
 
 class HungRanks:
-    """The ranks of the current attempt that are killed because they hang.
+    """The ranks of the current attempt that are being killed because they hung.
 
     Args:
         losses: the object that decides which losses the attempt survives.
         send: a function that sends a command to a node.
         say: a function that prints a line.
-        dies_s: how long to wait for a killed rank to end, in seconds.
+        dies_s: how long to wait for a killed rank to exit, in seconds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Define the task and the finding of a probe. Both are sent as JSON."""
+"""Define a probe's task and its result. Both are sent as JSON."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """Load the whole model from a `transformers` folder. Collective in a world.
+    """Load the whole model from a `transformers` folder. Collective if a world exists.
 
     If the whole model is too large for one rank, create it on the meta device and shard it;
     `load_weights` then fills the shards.

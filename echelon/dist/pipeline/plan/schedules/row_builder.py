@@ -29,7 +29,7 @@ class RowBuilder:
         self._backwards: Counter[int] = Counter()
 
     def num_forwards(self, stage: int) -> int:
-        """Return the number of a stage's forward passes in the row so far."""
+        """Return how many forward passes of a stage the row contains so far."""
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
