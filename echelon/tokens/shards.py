@@ -94,8 +94,8 @@ class TokenShards:
         ends = np.concatenate([np.empty(0, np.int64), *self._ends])
         if len(ends) and (ends[0] < 1 or ends[-1] > len(self) or (np.diff(ends) < 1).any()):
             raise TokenShardsError(
-                f"{self.folder}: a file is damaged: the offsets at which documents end must ascend "
-                f"from at least 1 to at most {len(self)}",
+                f"{self.folder}: a file is damaged: the end offsets of documents must be in "
+                f"ascending order, between 1 and {len(self)}",
                 path=self.folder,
             )
         return ends

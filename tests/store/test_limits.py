@@ -58,7 +58,7 @@ def refusal(caplog):
     [
         (p.encode(p.SET, b"k" * 65, b""), "the key has 65 bytes, but the limit is 64"),
         (p.encode(p.SET, b"k", bytes(4097)), "the value has 4097 bytes, but the limit is 4096"),
-        (p.encode(p.APPEND, b"k", bytes(4096)) * 2, "would have 8192 bytes"),
+        (p.encode(p.APPEND, b"k", bytes(4096)) * 2, "would be 8192 bytes long"),
         (b"".join(p.encode(p.SET, b"%d" % i, b"") for i in range(51)), "more than 50 keys"),
         (p.encode(p.MULTI_SET, [x for i in range(51) for x in (b"%d" % i, b"")]), "more than 50"),
         (b"".join(p.encode(p.QUEUE_PUSH, b"%d" % i, b"") for i in range(51)), "more than 50"),

@@ -179,7 +179,7 @@ class ShardedState:
         }
 
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Adopt the state that another rank has restored besides its shards. Local.
+        """Adopt the state, other than shards, that another rank has restored. Local.
 
         Args:
             step: the step at whose start the other rank kept this state.
@@ -267,8 +267,8 @@ class ShardedState:
                 self._noted.add(unit.near_size)
                 if group.rank == 0:
                     warnings.warn(
-                        f"reshard_after_forward={unit.near_size} does not divide the {size} ranks "
-                        f"that share the parameters now: using "
+                        f"reshard_after_forward={unit.near_size} does not evenly divide the "
+                        f"{size} ranks that now share the parameters: using "
                         f"{near_size_in(unit.near_size, size) or True} until it does",
                         RuntimeWarning,
                         stacklevel=2,

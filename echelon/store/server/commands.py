@@ -69,7 +69,7 @@ def _on_append(peer: Peer, key: bytes, value: bytes) -> None:
     size = len(peer.state.values.get(key, b"")) + len(value)
     if size > peer.hub.limits.value_bytes:
         raise ValueError(
-            f"append: the value of {show_key(key)} would have {size} bytes, but the limit is "
+            f"append: the value of {show_key(key)} would be {size} bytes long, but the limit is "
             f"{peer.hub.limits.value_bytes}"
         )
     peer.state.append(key, value)

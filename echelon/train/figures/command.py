@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--version", action="version", version=f"echelon {__version__}")
-    add("runs", nargs="+", metavar="RUN", help="a log of figures, or a folder with figures.jsonl; "
+    add("runs", nargs="+", metavar="RUN", help="a metrics log, or a folder with figures.jsonl; "
         "NAME=PATH names it")  # fmt: skip
     add("--out", type=Path, metavar="FILE", help=f"{', '.join(_FORMATS)} (beside the first log)")
     add("--title", default="", help="above the picture")

@@ -27,7 +27,7 @@ class FigureFile:
 
     Raises:
         OSError: the file cannot be opened or read.
-        ValueError: the file exists and is not a log of figures. The file is left unchanged.
+        ValueError: the file exists and is not a metrics log. The file is left unchanged.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -41,12 +41,12 @@ class FigureFile:
             raise
 
     def _check(self, path: Path) -> None:
-        """Raise an error if the file is not a log of figures."""
+        """Raise an error if the file is not a metrics log."""
         begin = os.pread(self._descriptor, _BLOCK_BYTES, 0)
         line, newline, _ = begin.partition(b"\n")
         is_torn = not newline and begin.startswith(b'{"') and len(begin) < _BLOCK_BYTES
         if begin and not is_torn and _step_of(line) is None:
-            raise ValueError(f"{path} exists and is not a log of figures; it was not changed")
+            raise ValueError(f"{path} exists and is not a metrics log; it was not changed")
 
     def drop_after(self, step: int) -> None:
         """Drop the lines of steps after `step`, and an incomplete last line."""
@@ -118,7 +118,7 @@ def _figures_of(line: bytes | str) -> dict[str, Any] | None:
 
 
 def read_figures(path: str | Path) -> list[dict[str, Any]]:
-    """Read a log of figures, possibly while a run is writing it.
+    """Read a metrics log, possibly while a run is writing it.
 
     Args:
         path: the file, or a folder that contains a `figures.jsonl`.
@@ -144,5 +144,5 @@ def read_figures(path: str | Path) -> list[dict[str, Any]]:
         lines = [_figures_of(line) for line in file]
     found = [figures for figures in lines if figures is not None]
     if lines and not found:
-        raise ValueError(f"{path} is not a log of figures: no line has a step")
+        raise ValueError(f"{path} is not a metrics log: no line has a step")
     return found

@@ -57,7 +57,7 @@ class FigureLog:
         now: the clock, which returns seconds.
 
     Raises:
-        ValueError: a number is negative, or `path` exists and is not a log of figures.
+        ValueError: a number is negative, or `path` exists and is not a metrics log.
 
     Example:
         >>> with FigureLog(

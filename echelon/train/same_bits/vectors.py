@@ -137,9 +137,9 @@ class ShardedVector:
         every = self._across or self._runs
         if (every[0].start, every[-1].stop) != (0, run.total):
             raise ValueError(
-                f"the ranks of group {flat.group.name!r} and its replicas have only "
+                f"the ranks of group {flat.group.name!r} and its replicas hold only "
                 f"micro-batches {every[0].start} to {every[-1].stop - 1} of {run.total}: pass "
-                "a group whose ranks have all micro-batches"
+                "a group whose ranks hold all micro-batches"
             )
 
     def take(self) -> Taken:

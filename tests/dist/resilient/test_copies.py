@@ -177,7 +177,7 @@ def test_a_descriptor_that_belongs_to_something_else_is_refused():
     memory = CopyMemory.create()
     address = memory.address
     try:
-        with pytest.raises(OSError, match="has closed its memory"):
+        with pytest.raises(OSError, match="has released its shared memory"):
             CopyMemory.open(Address(address.pid, address.fd, "00" * 16))
     finally:
         memory.close()
@@ -198,7 +198,7 @@ def test_a_keeper_that_has_ended_is_a_lost_peer(is_reaped):
 def test_a_keeper_whose_number_belongs_to_another_process_is_a_lost_peer():
     memory = CopyMemory.create()
     try:
-        with pytest.raises(PeerLostError, match="has closed its memory") as raised:
+        with pytest.raises(PeerLostError, match="has released its shared memory") as raised:
             opened(2, Address(os.getpid(), memory.address.fd, "00" * 16))
     finally:
         memory.close()

@@ -80,7 +80,7 @@ def test_a_number_of_neighbours_that_does_not_fit_is_named_once(training):
     state = training._state
     (unit,) = units_of(state._model)
     unit.near_size = 2
-    text = r"=2 does not divide the 1 ranks that share the parameters now: using True until it does"
+    text = r"does not evenly divide the 1 ranks that now share the parameters: using True"
     with pytest.warns(RuntimeWarning, match=text):
         state.restart(dist.world())
     with warnings.catch_warnings():

@@ -65,7 +65,7 @@ def test_lines_longer_than_a_block_are_found_whole(tmp_path, monkeypatch):
 def test_a_file_that_is_something_else_is_left_as_it_is(tmp_path, content):
     path = tmp_path / "model.bin"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="not a log of figures"):
+    with pytest.raises(ValueError, match="not a metrics log"):
         FigureFile(path, 0)
     assert path.read_bytes() == content
 

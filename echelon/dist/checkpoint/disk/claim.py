@@ -72,7 +72,9 @@ class Claim:
                     f"{self._path}: files cannot be locked here ({error.strerror}): make sure no "
                     "other"
                 )
-                warnings.warn(f"{reason} job saves in this folder", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"{reason} job is saving to this folder", RuntimeWarning, stacklevel=2
+                )
                 return
             limit_s = same_host_s if host == socket.gethostname() else other_host_s
             if time.monotonic() - began_s > limit_s:

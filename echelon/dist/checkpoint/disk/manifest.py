@@ -243,7 +243,7 @@ def _check(manifest: Manifest) -> None:
     for file in manifest.files.values():
         num_blocks = -(-file.num_bytes // BLOCK_BYTES)
         if "/" in file.name or file.name.startswith(".") or len(file.checksums) != num_blocks:
-            raise ValueError(f"the entry of file {file.name!r} is not valid")
+            raise ValueError(f"the entry for file {file.name!r} is not valid")
     for path, tensor in manifest.tensors.items():
         size = dtype_bytes(tensor.dtype)
         for one in tensor.ranges:

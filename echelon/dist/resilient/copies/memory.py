@@ -124,7 +124,7 @@ class CopyMemory:
         token = os.pread(fd, _TOKEN_BYTES, 0)
         if token.hex() != address.token:  # the pid or the descriptor belongs to another one by now
             os.close(fd)
-            raise ProcessLookupError(f"process {address.pid} has closed its memory")
+            raise ProcessLookupError(f"process {address.pid} has released its shared memory")
         return cls(fd, token)
 
     @property
