@@ -2,6 +2,8 @@
 
 - An epoch, in the job's store, lists the ranks that remain.
 - A standing, in RANK_DIR/standing.json, tells the launcher whether a rank can continue.
+- A notice, on the board in the job's store, tells the ranks of an attempt that ends which ranks
+  were lost with their nodes. Without it, the other ranks would wait for them.
 
 Both the launcher and the ranks import this module.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,6 +21,9 @@ from pathlib import Path
 _FILE = "standing.json"
 SHRINK = "shrink"  # of ECHELON_ON_LOSS: the launcher publishes epochs
 REPLACE = "replace"  # the same, and starts a process in the place of each lost rank
+BOARD = "echelon/board"  # the folder of the store that holds the notices, as BOARD/0, BOARD/1, ...
+EVERY_GROUP = "*"
+_MOST_NAMED = 64  # ranks in a notice, so that it fits into one write to the store's pipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +97,25 @@ def begun_key(rank: int) -> str:
     left these keys.
     """
     return f"continuation/begun/{rank}"
+
+
+def lost_notice(ranks: Sequence[int], text: str) -> str:
+    """Return a notice for the board about lost ranks, as one word.
+
+    Args:
+        ranks: the ranks that were lost with their nodes.
+        text: the reason that the errors of the other ranks give.
+    """
+    notice = {
+        "group": EVERY_GROUP,
+        "class": "lost",
+        "ranks": list(ranks[:_MOST_NAMED]),
+        "text": text,
+        "operation": "abort",
+        "sequence": -1,
+        "by": -1,
+    }
+    return json.dumps(notice, separators=(",", ":")).replace(" ", "\\u0020")
 
 
 class State(Enum):

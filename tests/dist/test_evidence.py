@@ -27,6 +27,7 @@ from echelon.errors import (
     PeerLostError,
     StoreTimeoutError,
 )
+from echelon.recorder.continuation import BOARD, lost_notice
 from echelon.store import PrefixStore, StoreServer, TCPStore
 from tests.dist.test_group_state import Engine
 from tests.moments import lived_s
@@ -62,7 +63,7 @@ class World:
 
     def _state(self, rank: int, count: int) -> Any:
         def hear(error: CollectiveError) -> None:
-            self.ended[rank] = error
+            self.ended.setdefault(rank, error)
             self.said.set()
 
         return SimpleNamespace(num_collectives=count, hear=hear, waits=list)
@@ -124,6 +125,19 @@ def test_a_connection_that_stays_open_does_not_make_a_rank_alive(make):
         error = world.ranks[0].find(SUM, BROKEN, None)
     assert isinstance(error, PeerLostError)
     assert error.ranks == (1,)
+
+
+@pytest.mark.parametrize("lost", [[1, 2], [7, 8]])
+def test_the_launchers_notice_ends_the_groups_of_the_lost_ranks_alone(make, lost):
+    world = make({0: 8})
+    client = world.client()
+    client.set(f"{BOARD}/0", lost_notice(lost, "they were lost"))
+    client.set(f"{BOARD}/1", lost_notice([1], "rank 1 was lost"))
+    assert world.said.wait(60)
+    error = world.ended[0]
+    assert isinstance(error, PeerLostError)
+    assert error.ranks == ((1, 2) if lost == [1, 2] else (1,))
+    assert str(error).endswith("they were lost" if lost == [1, 2] else "rank 1 was lost")
 
 
 def test_a_timeout_names_the_ranks_that_have_not_called(make):

@@ -49,10 +49,14 @@ def test_its_parent_can_publish_admit_torchs_clients_and_begin_anew(tmp_path, cl
     port = int(server.stdout.readline())
     store = closing(TCPStore("127.0.0.2", port, timeout=20.0, secret="s3cret that is long enough"))
     store.set("kept", b"x")
-    server.stdin.write("publish told/1 a-word\npublish told/2 two words\n")
+    server.stdin.write(
+        "publish told/1 a-word\npublish told/2 two words\npost told/notes two words\n"
+    )
+    server.stdin.write("post told/notes first\npost told/notes second\n")
     server.stdin.flush()
     assert store.get("told/1") == b"a-word"
     assert not store.check(["told/2"])
+    assert [store.get(f"told/notes/{n}") for n in range(2)] == [b"first", b"second"]
     server.stdin.write("nonsense\nadmit not-an-address\nadmit 10.9.8.7\nrenew\n")
     server.stdin.flush()
     assert server.stdout.readline() == "renew\n"

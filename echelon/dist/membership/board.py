@@ -3,7 +3,7 @@
 A rank whose group has failed posts a verdict. A rank that must find out which ranks are dead posts
 a question, which every member's process answers even if its main thread is busy. Notices are
 numbered keys, each written with one atomic compare_set, so that notices are never lost or
-reordered.
+reordered. The launcher posts a notice for all groups if an attempt ends because a node was lost.
 
 Only worlds with several hosts need a board: within one host, deaths are detected directly.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.errors import StoreError, StoreTimeoutError
+from echelon.recorder.continuation import BOARD, EVERY_GROUP
 from echelon.store import PrefixStore, TCPStore
 from echelon.store.base import Store
 
@@ -46,11 +47,21 @@ def path_of(store: Store) -> str:
     return ""
 
 
+def _whole(store: Store) -> Store:
+    """Return the store of which this is a view."""
+    return _whole(store.underlying_store) if isinstance(store, PrefixStore) else store
+
+
 class Board:
-    """A process's connection to a board. The process listens while any group is attached."""
+    """A process's connection to a board. The process listens while any group is attached.
+
+    Args:
+        store: any view of the store. The board's place does not depend on the view's prefix, so
+            that the launcher finds the board.
+    """
 
     def __init__(self, store: Store) -> None:
-        self._store = PrefixStore("board", store)
+        self._store = PrefixStore(BOARD, _whole(store))
         self._takers: dict[str, Take] = {}
         self._lock = threading.RLock()
         self._next = 0
@@ -120,7 +131,10 @@ class Board:
                 continue
             self._next += 1
             with contextlib.suppress(ValueError, KeyError, TypeError, StoreError):
-                notice = json.loads(text)
-                take = self._takers.get(notice["group"])
-                if take is not None:
-                    take(notice)
+                self._pass_on(json.loads(text))
+
+    def _pass_on(self, notice: dict[str, Any]) -> None:
+        path = notice["group"]
+        for known, take in list(self._takers.items()):
+            if path in (known, EVERY_GROUP):
+                take(notice)

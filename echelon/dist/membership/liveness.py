@@ -44,6 +44,7 @@ from echelon.errors import (
     StoreError,
     StoreTimeoutError,
 )
+from echelon.recorder.continuation import EVERY_GROUP
 from echelon.store import PrefixStore
 from echelon.store.base import Store
 
@@ -379,12 +380,19 @@ class Liveness:
             with contextlib.closing(quick(self._store)) as store:
                 key = self._answer_key(notice["ask"], self._members.rank)
                 store.set_confirmed(key, answer_of(state))
-        elif notice["by"] != self._members.ranks[self._members.rank]:
+        elif self._concerns_this_rank(notice):
             operation = Operation(notice["operation"], notice["sequence"])
             state.hear(self._reported(operation, notice))
             asking = self._asking
             if asking is not None:  # a dead rank would not answer until the time is over
                 asking.close()
+
+    def _concerns_this_rank(self, notice: dict[str, Any]) -> bool:
+        """Return whether a verdict is news, and is not about ranks outside this group only."""
+        ranks = self._members.ranks
+        if notice["group"] == EVERY_GROUP and not set(notice["ranks"]) & set(ranks):
+            return False
+        return bool(notice["by"] != ranks[self._members.rank])
 
     def _note(self, error: CollectiveError) -> dict[str, Any]:
         kind = next(name for name, one in _CLASSES.items() if isinstance(error, one))

@@ -13,12 +13,14 @@ clock.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
 from echelon.launcher.control.lived import LivedTime
 from echelon.launcher.coordinator import decide
@@ -32,7 +34,7 @@ from echelon.launcher.coordinator.gathering.starting import starts_of, world_of
 from echelon.launcher.coordinator.gathering.waiting import why_roster_waits, why_world_waits
 from echelon.launcher.coordinator.incidents import Incidents
 from echelon.launcher.coordinator.loss.hung import DIES_S, HungRanks
-from echelon.launcher.coordinator.loss.losses import LOST, Losses
+from echelon.launcher.coordinator.loss.losses import LOST, Losses, named
 from echelon.launcher.coordinator.loss.replacing import Replacements
 from echelon.launcher.coordinator.observers import Observers
 from echelon.launcher.coordinator.restart.probing import Probing
@@ -46,6 +48,7 @@ from echelon.launcher.job.stopped import where_it_stopped
 from echelon.launcher.limits.rule import DISARMED
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
+from echelon.recorder.continuation import BOARD, lost_notice
 
 if TYPE_CHECKING:  # gRPC only where several nodes need it
     from echelon.launcher.election.succession import Succession
@@ -536,6 +539,9 @@ class Coordinator:
             self._incidents.finish(world)
         self._stalls.step(now_s)
         self._act_all(world)
+        if world.owes_notice and not self._incidents.is_collecting:  # it changes what ranks do
+            world.owes_notice = False
+            self._post_lost(world)
         self._check_cleared(world, now_s)
 
     def _step_replacements(self, world: World, now_s: float) -> None:
@@ -656,6 +662,7 @@ class Coordinator:
                 urgent=action.urgent,
                 hung=list(action.hung),
             )
+            world.owes_notice = True
             self._tell(world.nodes, stop)
             self._replacements.stop(world)
         elif isinstance(action, decide.DismissJoiners):
@@ -672,6 +679,19 @@ class Coordinator:
             world.clearing = set(world.present)
             world.clear_deadline_s = time.monotonic() + _CLEAR_S
             self._tell(world.nodes, m.ClearUp(attempt=world.number))
+
+    def _post_lost(self, world: World) -> None:
+        """Tell ranks which wait for the ranks of a lost node that these will not answer.
+
+        A rank inside a collective does not react to SIGTERM if it handles the signal to save its
+        state, so it would wait for the whole grace period.
+        """
+        ranks = world.ranks_lost_for_good
+        if not ranks:
+            return
+        text = f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost with the node"
+        with contextlib.suppress(LaunchError):  # `_check_store` reports that
+            self._meeting.post(BOARD, lost_notice(ranks, text))
 
     def _tell(self, nodes: Iterable[str], command: m.Command) -> None:
         for node in nodes:

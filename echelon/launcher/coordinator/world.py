@@ -37,6 +37,7 @@ class World:
         nodes: each node's ranks.
         hosts: each node's host name.
         lost: the nodes that were lost.
+        owes_notice: whether ranks are being stopped and do not know yet which others are lost.
         leaving: the signal with which each leaving node was asked to stop.
         unkillable: why ranks survived SIGKILL, keyed by rank.
         end: how the attempt ended, once all workers have ended.
@@ -56,6 +57,7 @@ class World:
     hosts: dict[str, str]
     ended: dict[int, Ended] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    owes_notice: bool = False
     leaving: dict[str, int] = field(default_factory=dict)
     unkillable: dict[int, str] = field(default_factory=dict)
     end: decide.EndAttempt | None = None
@@ -125,6 +127,16 @@ class World:
         if first is None or first.code is not None:
             return []
         return sorted(rank for node in self.lost for rank in self.nodes[node])
+
+    @property
+    def ranks_lost_for_good(self) -> list[int]:
+        """The ranks that were lost with their nodes, and without which no rank can continue."""
+        lost = {rank for node in self.lost for rank in self.nodes[node]}
+        return sorted(
+            rank
+            for rank, ended in self.ended.items()
+            if rank in lost and ended.code is None and not self.is_survived(rank)
+        )
 
     @property
     def records(self) -> bool:

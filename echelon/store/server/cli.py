@@ -6,6 +6,7 @@ ignores both signals and stops only when the pipe closes.
 
 A parent process may send commands through the pipe, one per line. `admit ADDRESS` admits torch's
 clients from a trusted address. `publish KEY VALUE` stores a value; KEY and VALUE are single words.
+`post FOLDER VALUE` stores a value under the first of the keys FOLDER/0, FOLDER/1, ... that is free.
 `has KEY ...` makes the server print `has`, followed by 1 or 0 for each key that exists or does not.
 `renew` drops all members and keys, after which the server prints `renew`. Any other line is
 ignored.
@@ -132,5 +133,7 @@ def _obey(server: StoreServer, words: list[str]) -> None:
             server.admit(words[1])
         elif len(words) == 3 and words[0] == "publish":
             server.publish(words[1], words[2])
+        elif len(words) == 3 and words[0] == "post":
+            server.post(words[1], words[2])
     except (EchelonError, ValueError) as error:
         print(f"echelon store: {' '.join(words)}: {error}", file=sys.stderr)

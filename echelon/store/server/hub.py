@@ -8,6 +8,7 @@ the hub closes connections that have exceeded a time limit.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections import Counter
@@ -146,6 +147,11 @@ class Hub:
         """Store a value, and answer the waiters for its key."""
         self.state.set(key, value)
         self.deliver_woken()
+
+    def post(self, folder: bytes, value: bytes) -> None:
+        """Store a value under the first of the keys FOLDER/0, FOLDER/1, ... that is free."""
+        keys = (b"%s/%d" % (folder, number) for number in itertools.count())
+        self.publish(next(key for key in keys if not self.state.is_present(key)), value)
 
     def renew(self) -> None:
         """Drop all members and keys, and choose a new instance ID."""

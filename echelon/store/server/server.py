@@ -193,6 +193,15 @@ class StoreServer:
         wire = b"/" + key.encode()  # as clients send keys
         self._call(lambda hub: hub.publish(wire, value.encode()))
 
+    def post(self, folder: str, value: str) -> None:
+        """Store a value under the first of the keys FOLDER/0, FOLDER/1, ... that is free.
+
+        Raises:
+            StoreError: the server is not running.
+        """
+        wire = b"/" + folder.encode()
+        self._call(lambda hub: hub.post(wire, value.encode()))
+
     def hold(self, keys: Sequence[str]) -> list[bool]:
         """Return which of the keys exist.
 

@@ -25,6 +25,8 @@ class JobStore:
 
     def publish(self, key: str, value: str) -> None: ...
 
+    def post(self, folder: str, value: str) -> None: ...
+
     def has(self, keys: Sequence[str]) -> list[bool]:
         return [False] * len(keys)
 

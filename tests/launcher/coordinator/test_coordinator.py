@@ -17,7 +17,8 @@ from echelon.launcher.election.mandate import Mandate, Member
 from echelon.launcher.election.takeover import Inheritance
 from echelon.launcher.incident import verdicts
 from echelon.launcher.incident.explain import Explanation
-from tests.launcher.coordinator.jobs import Job
+from echelon.recorder.continuation import BOARD
+from tests.launcher.coordinator.jobs import Job, JobStore
 from tests.ranks import read_json
 
 
@@ -64,6 +65,30 @@ def test_a_node_of_an_elastic_job_leaves_and_the_world_starts_without_it(tmp_pat
     starts = job.commands(m.Start, job.host)
     assert [(start.world_size, start.restart) for start in starts] == [(2, 0), (1, 1)]
     assert not job.coordinator.is_over
+
+
+def test_ranks_that_are_stopped_learn_of_those_that_were_lost_with_their_node(
+    tmp_path, monkeypatch
+):
+    """A rank that waits for a lost one would not react to SIGTERM until its grace is over."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(verdicts, "Analysis", _Endless)
+    posted: list[object] = []
+
+    class Store(JobStore):
+        def post(self, folder: str, value: str) -> None:
+            posted.append((folder, json.loads(value)["ranks"]))
+
+    job = Job(tmp_path, "--nnodes", "2", store=Store())
+    job.take(job.other, m.Left(reason="no heartbeat"))
+    now_s += 1.0
+    job.step()
+    assert [one.number for one in job.commands(m.Stop, job.host)] == [signal.SIGTERM]
+    assert posted == [], "the ranks' black boxes are collected before they learn of it"
+    job.take(job.host, m.Harvested(incident=0, exit_codes=[]))
+    assert posted == [(BOARD, [1])]
+    job.coordinator.close()
 
 
 def test_a_stop_between_two_attempts_is_not_lost(tmp_path):

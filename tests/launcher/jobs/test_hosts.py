@@ -22,8 +22,12 @@ x = np.full(1000, world.rank + 1.0)
 world.all_reduce(x)
 print("sum", x[0], world.backend, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
 if sys.argv[1] == "hold" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if world.rank < 2:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as a program that saves its state
     print("holding", flush=True)
-    signal.pause()
+    if world.rank == 3:
+        signal.pause()
+    world.all_reduce(x)
 while sys.argv[1] == "train":
     world.all_reduce(x, op="max")
     steps = globals().get("steps", 0) + 1
@@ -74,9 +78,9 @@ def test_two_hosts_train_together(start):
 def test_a_host_that_is_cut_off_is_lost_and_the_rest_goes_on(start):
     pytest.importorskip("torch")
     with hosts(2) as made:
-        nodes = start(
-            made, "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60,lost_after=4", arg="hold"
-        )
+        conf = "last_call_timeout=60,lost_after=4"
+        options = ("--nnodes", "1:2", "--rdzv-conf", conf, "--shutdown-timeout", "3600")
+        nodes = start(made, *options, arg="hold")
         for node in nodes:
             node.wait_for("holding", 2)
         made[1].cut()
@@ -89,6 +93,9 @@ def test_a_host_that_is_cut_off_is_lost_and_the_rest_goes_on(start):
     assert (report["attempts"], report["world_size"]) == (2, 2)
     assert any("lost the coordinator node" in line for line in second.lines), second.lines
     assert (second.run_dir / "dump/latest/rank_3").exists()
+    for rank in (0, 1):  # they do not wait for the whole grace period
+        errors = (first.run_dir / f"rank_{rank}/attempt_0/stderr.log").read_text()
+        assert "ranks 2 and 3 were lost with the node" in errors, errors
 
 
 def test_packets_that_vanish_between_hosts_are_the_networks_fault(start):

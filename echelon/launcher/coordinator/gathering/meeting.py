@@ -40,6 +40,9 @@ class MeetingPlace(Protocol):
     def publish(self, key: str, value: str) -> None:
         """Store a value for the ranks to read. The key and the value must be single words."""
 
+    def post(self, folder: str, value: str) -> None:
+        """Store a value under the first free key of FOLDER/0, FOLDER/1, ... Both single words."""
+
     def has(self, keys: Sequence[str]) -> list[bool]:
         """Return which of the keys ranks have set. Keys must be single words."""
 
@@ -111,6 +114,14 @@ class StoreProcess:
             LaunchError: the server cannot be reached.
         """
         self._tell(f"publish {key} {value}")
+
+    def post(self, folder: str, value: str) -> None:
+        """Store a value under the first free key, without blocking. See `MeetingPlace.post`.
+
+        Raises:
+            LaunchError: the server cannot be reached.
+        """
+        self._tell(f"post {folder} {value}")
 
     def has(self, keys: Sequence[str]) -> list[bool]:
         """Return which of the keys exist. Waits up to 5 s for each 64 of them.

@@ -35,6 +35,9 @@ class _Store(JobStore):
     def publish(self, key: str, value: str) -> None:
         self.values[key] = value
 
+    def post(self, folder: str, value: str) -> None:
+        self.values[f"{folder}/{len(self.values)}"] = value
+
     def has(self, keys):
         return [key in self.values for key in keys]
 
