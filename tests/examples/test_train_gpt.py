@@ -216,7 +216,7 @@ def test_a_finished_run_can_be_looked_at_again(alone, text, tmp_path):
         ("--resume {empty}", "empty: the folder does not contain a complete checkpoint"),
         ("--resume auto", "--resume auto needs --checkpoint FOLDER"),
         ("--save-every-s 5", "--save-every-s needs --checkpoint FOLDER"),
-        ("--set training.lrr=3", "no setting training.lrr; did you mean training.lr?"),
+        ("--set training.lrr=3", "unknown setting training.lrr; did you mean training.lr?"),
         ("--set training.steps=many", "training.steps must be an integer, got 'many'"),
         ("--config /no/such.toml", "error: /no/such.toml: No such file or directory"),
         ("--checkpoint-activations some", "is 'some', not full, every=N, selective or none"),
