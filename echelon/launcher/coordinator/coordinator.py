@@ -60,6 +60,7 @@ _JOIN_LOOK_S = 0.05  # the same while a process is to join
 _LOOSE_S = 10.0  # from the loss of a node to its being noticed, on a busy host
 _STEP_S = 2.0  # between two looks; a longer gap counts as this process's own standstill
 _VERDICT_S = 120.0  # for the analyses at the end of the job
+_PROBES_S = 2.0  # probes begin so long before a pause ends, because they take time, too
 _EXPLAIN_S = 15.0  # a state that lasts longer prints what it waits for
 
 Send = Callable[[str, m.Command], None]
@@ -168,7 +169,7 @@ class Coordinator:
         if world is None:
             waits = self._succession is not None and self._succession.waits_for
             if time.monotonic() < self._restarting.not_before_s:
-                return self._restarting.not_before_s
+                return min(self._restarting.not_before_s, self._probing.deadline_s())
             if not self._search.is_over(time.monotonic()):
                 return time.monotonic() + POLL_S
             if not self._probing.is_over:
@@ -582,9 +583,9 @@ class Coordinator:
         self._todo = waiting
 
     def _gather(self, now_s: float) -> None:
+        self._probing.step(now_s)
         if now_s < self._restarting.not_before_s:
             return
-        self._probing.step(now_s)
         if not (self._probing.is_over and self._search.is_over(now_s)):
             return
         nodes = self._roster.world(now_s)
@@ -600,7 +601,8 @@ class Coordinator:
             self._finish(EndedBy.AGENT, 1)
 
     def _begin_probes(self, now_s: float) -> None:
-        self._probing.begin(self._restarting.suspected, self._numbers, now_s)
+        begins_s = max(now_s, self._restarting.not_before_s - _PROBES_S)
+        self._probing.begin(self._restarting.suspected, self._numbers, begins_s)
         self._remember()
 
     def _remember(self) -> None:

@@ -1,8 +1,8 @@
 """Probe suspect nodes between two attempts.
 
-    WAITING --pause over--> ASKED --all answered, or 20 s--> over, if all probes passed
-       ^                      |
-       +-- back-off ----------+-- a probe failed: excluded if another node can take its place
+    WAITING --pause nearly over--> ASKED --all answered, or 20 s--> over, if all probes passed
+       ^                             |
+       +-- back-off -----------------+-- a probe failed: excluded if another node can take its place
 
 To measure a link, a partner node is asked to listen, and then the suspect node measures the link to
 the partner. Probes are requested by messages, and never block this module. The findings are added
@@ -115,7 +115,7 @@ class Probing:
         Args:
             failure: the failure; None means that no node is suspect.
             attempt: the number of the next attempt.
-            now_s: the time at which the probing begins, after the pause.
+            now_s: the time at which the probing begins.
         """
         self._round, self._failed, self._suspects = None, {}, []
         self._probes = () if failure is None else probes_for(failure)

@@ -169,6 +169,19 @@ def test_without_a_list_it_has_loaded_what_the_script_imports(standby):
     assert standby(text).run() == (0, "True\n", "")
 
 
+@pytest.mark.parametrize(("num_nodes", "is_loaded"), [("1", False), ("2", True)])
+def test_on_a_spare_node_it_has_loaded_what_ranks_of_several_nodes_need(
+    standby, num_nodes, is_loaded
+):
+    pytest.importorskip("torch")
+    name = "echelon.dist.backends.gloo.transport"
+    text = (
+        f"import sys\nprint('torch' in sys.modules, {name!r} in sys.modules)\nimport echelon.dist\n"
+    )
+    made = standby(text, GROUP_WORLD_SIZE=num_nodes)
+    assert made.run() == (0, f"{is_loaded} {is_loaded}\n", "")
+
+
 @pytest.mark.parametrize("text", _ENDS)
 def test_it_ends_as_it_always_does(standby, text):
     one = standby(text)

@@ -55,6 +55,7 @@ _SET_BY_LAUNCHER = (
     "TORCH_FR_", "TORCH_NCCL_", "TORCHCOMM_",
 )  # fmt: skip
 _HIGH_FD = 200
+_BETWEEN_HOSTS = "echelon.dist.backends.gloo.transport"  # `init` imports it, and with it torch
 _MAX_TEXT_BYTES = 16 << 20
 
 
@@ -204,7 +205,14 @@ def _named_in_script() -> tuple[list[str], list[str]]:
         origin = (spec and spec.origin) or ""
         if top == "echelon" or origin.startswith(roots):
             names.append(name)
+    if _spans_hosts() and any(f"{name}.".startswith("echelon.dist.") for name in names):
+        names.append(_BETWEEN_HOSTS)
     return names, changed
+
+
+def _spans_hosts() -> bool:
+    """Return whether the standby's rank would be one of several nodes."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
 
 
 def _changes_path(tree: ast.AST) -> bool:
