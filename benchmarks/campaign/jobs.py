@@ -22,7 +22,7 @@ from tests.hosts import Host, hosts
 LAUNCHERS = ("echelon", "torchrun")
 WITH_STANDBYS = "echelon-standby"  # echelon with a standby for each rank
 MAX_RESTARTS = 12
-STALL_S = 5.0  # echelon's --stall-timeout; under torchrun the timeout of each collective
+STALL_S = 3.0  # echelon's --stall-timeout; under torchrun the timeout of each collective
 _GRACE_S = 5
 _CUT_S = 10.0
 _SPARE_AFTER_S = 8.0  # so that the spare node is the spare one under both launchers
