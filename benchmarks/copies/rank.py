@@ -1,4 +1,4 @@
-"""One rank of `run.py`: takes steps with and without copies in turn, and times them."""
+"""One rank of `run.py`: takes steps with and without copies, in random order, and times them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from echelon.dist.fsdp import fully_shard
 from echelon.dist.resilient.sharded import ShardedState
 from echelon.train.same_bits import SameBits
 
+KINDS = ("plain", "before", "meanwhile")  # when the start of the step is copied
 SIZES = {
     "10.7M": Size(depth=6, width=384, heads=6, context=256, batch=8),
     "85M": Size(depth=12, width=768, heads=12, context=256, batch=8),
@@ -45,11 +46,11 @@ def main() -> None:
     state = ShardedState(model, optimizer)
     state.enter(group, 0)
     train = _training(options, group, model, optimizer)
-    samples: dict[str, Any] = {"plain": [], "copied": []}
+    samples: dict[str, Any] = {kind: [] for kind in KINDS}
     order, at = random.Random(options.order), 0
     for turn in range(options.turns + 2):
-        for kind in order.sample(("plain", "copied"), 2):
-            taken = _timed(group, train, at, state if kind == "copied" else None)
+        for kind in order.sample(KINDS, len(KINDS)):
+            taken = _timed(group, train, at, state, kind)
             at += 1
             if turn > 1:  # by then both copies have their memory
                 samples[kind].append(taken)
@@ -60,14 +61,19 @@ def main() -> None:
 
 
 def _timed(
-    group: dist.ProcessGroup, train: Callable[[int], None], at: int, state: ShardedState | None
+    group: dist.ProcessGroup,
+    train: Callable[[int], None],
+    at: int,
+    state: ShardedState,
+    kind: str,
 ) -> list[float]:
     group.barrier()
     wall, used = time.perf_counter(), time.process_time()
+    if kind != "plain":
+        state.keep(at, overlaps=kind == "meanwhile")
     train(at)
+    state.finish()
     group.barrier()
-    if state is not None:
-        state.keep(at + 1)
     spent = torch.tensor([time.perf_counter() - wall], dtype=torch.float64)
     cpu = torch.tensor([time.process_time() - used], dtype=torch.float64)
     group.all_reduce(spent, "max")

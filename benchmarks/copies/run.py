@@ -1,12 +1,15 @@
 """What copies of shards cost: a step of a sharded training with and without them.
 
-    python -m benchmarks.copies.run [--ranks 4] [--models 10.7M] [--tokens 512] [--turns 6]
+    python -m benchmarks.copies.run [--ranks 4] [--models 85M] [--tokens 128] [--turns 6]
 
 A char GPT, float32, AdamW, `SameBits`, divided among the ranks of one host; `--models 10.7M,85M`
-adds a larger one. A step with copies is followed by what `resilient.run` does then: all shards and
-their optimizer state are copied into shared memory, with a CRC. Steps of both kinds alternate in
-one training, in random order, so that other work on the machine affects both. A step takes as long
-as its slowest rank. The ratio of the ranks' mean processor time is affected less by other work.
+adds a smaller one. A step with copies includes what `resilient.run` does for it: all shards and
+their optimizer state are copied into shared memory, with a CRC, and the step ends when the copy is
+complete. Everything is copied before the step computes, or the optimizer's state is copied by a
+thread meanwhile, as `resilient.run` does. Steps of the three kinds alternate in one training, in
+random order, so that other work on the machine affects all of them. A step takes as long as its
+slowest rank. The ratios are to a step without copies; that of the ranks' mean processor time is
+affected less by other work.
 """
 
 from __future__ import annotations
@@ -23,13 +26,17 @@ from benchmarks.runner.options import finish, parser
 from benchmarks.runner.place import child_environ
 from benchmarks.runner.rounds import Case, Figures, Measure, Samples, measure, middle, spread
 
-KINDS = ("plain", "copied")
+KINDS = ("plain", "before", "meanwhile")  # as in rank.py
 COLUMNS = (
     ("model", "left"),
+    ("ranks", "right"),
     ("step, s", "right"),
-    ("with copies, s", "right"),
+    ("copied before it, s", "right"),
     ("ratio", "right"),
-    ("ratio of processor time", "right"),
+    ("of processor time", "right"),
+    ("copied meanwhile, s", "right"),
+    ("ratio", "right"),
+    ("of processor time", "right"),
     ("memory of the copies per rank, MiB", "right"),
 )
 _RANK = Path(__file__).with_name("rank.py")
@@ -39,8 +46,8 @@ def main() -> None:
     """Measure all cases and show them."""
     made = parser(__doc__, rounds=3)
     made.add_argument("--ranks", type=int, default=4)
-    made.add_argument("--models", default="10.7M")
-    made.add_argument("--tokens", type=int, default=512, help="per rank and step")
+    made.add_argument("--models", default="85M")
+    made.add_argument("--tokens", type=int, default=128, help="per rank and step")
     made.add_argument("--turns", type=int, default=6, help="steps of each kind per round")
     options = made.parse_args()
     conditions = Conditions(["torch"])
@@ -48,7 +55,7 @@ def main() -> None:
         Case(name=model, sides={"": _side(options, model)}) for model in options.models.split(",")
     ]
     samples = measure(cases, options.rounds, seed=options.seed)
-    rows = [_row(name, found) for name, found in samples.items()]
+    rows = [_row(name, options.ranks, found) for name, found in samples.items()]
     finish(options, conditions, COLUMNS, rows, samples)
 
 
@@ -76,13 +83,16 @@ def _side(options: argparse.Namespace, model: str) -> Measure:
     return run
 
 
-def _row(name: str, found: Samples) -> list[str]:
-    def ratio(unit: str) -> str:
-        pairs = zip(found[f"copied {unit}"], found[f"plain {unit}"], strict=True)
+def _row(name: str, num_ranks: int, found: Samples) -> list[str]:
+    def ratio(kind: str, unit: str) -> str:
+        pairs = zip(found[f"{kind} {unit}"], found[f"plain {unit}"], strict=True)
         return spread([ours / peer for ours, peer in pairs])
 
-    walls = [spread(found[f"{kind} wall"]) for kind in KINDS]
-    return [name, *walls, f"**{ratio('wall')}**", ratio("cpu"), f"{middle(found['MiB']):.0f}"]
+    row = [name, str(num_ranks), spread(found["plain wall"])]
+    for kind in KINDS[1:]:
+        wall = spread(found[f"{kind} wall"])
+        row += [wall, f"**{ratio(kind, 'wall')}**", ratio(kind, "cpu")]
+    return [*row, f"{middle(found['MiB']):.0f}"]
 
 
 if __name__ == "__main__":

@@ -78,9 +78,18 @@ class Joins:
         if not self.is_on:
             group.barrier()
             return 0
-        seen = np.array([self._newest], np.int64)
-        group.all_reduce(seen, "min")
-        return int(seen[0]) if seen[0] > number else 0
+        return self.end_step_with(group, number, 0)[0]
+
+    def end_step_with(self, group: ProcessGroup, number: int, value: int) -> tuple[int, int]:
+        """End a step, and return the minimum of a value over all ranks, too. Collective.
+
+        Returns:
+            The result of `end_step`, and the minimum.
+        """
+        least = np.array([self._newest, value], np.int64)
+        group.all_reduce(least, "min")
+        newest, value = least.tolist()
+        return newest if newest > number else 0, value
 
 
 def is_newcomer(row: Mapping[str, Any]) -> bool:

@@ -149,6 +149,7 @@ def run(
             prepared, kept, first, total, on_commit, joins, is_protected=is_protected
         )
     with contextlib.ExitStack() as stack:
+        stack.callback(training.close)
         if is_protected:
             runtime.expect_epochs()
             take = functools.partial(_take_news, joins)

@@ -3,16 +3,31 @@
 Each rank keeps its own copy of the state that is equal on all ranks (buffers, parameters that are
 not sharded, schedules), and of the state of its random generators. Each rank copies its shards into
 memory that outlives the rank. The last two states are kept, so that one of them is always complete.
+
+[Note: copying while a step computes] Between two steps of the optimizer, no other code writes to
+its state, which is the larger part of what is copied. A thread therefore copies that state while
+the next step computes. A hook of the optimizer waits for the thread. The end of the step waits for
+it as well, because the ranks must know then that all copies are complete. Parameters are copied
+before the step begins.
+
+A program may nevertheless change the optimizer's state earlier in a step. torch counts the changes
+of each tensor. The counts are compared when the thread has copied the tensors, and again when the
+optimizer begins. If one differs, the copy is void. Each step ends with the minimum, over all ranks,
+of the step of their newest complete copy. If the newest copy of any rank is void, the next copies
+overwrite the newest ones on all ranks, so the copies of the step before are kept. A rank whose copy
+was void no longer copies while a step computes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from echelon.dist.fsdp.control import reshard
 from echelon.dist.fsdp.moving import move, near_size_in
@@ -21,11 +36,15 @@ from echelon.dist.fsdp.states import optimizer_state, shards
 from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.choice import Choice, Offer, Version, choose
+from echelon.dist.resilient.copies.copying import Copying
 from echelon.dist.resilient.copies.shards import ShardsRestore, ShardsWriter
 from echelon.dist.resilient.copies.world import WorldCopies, collected, sets_of
 from echelon.dist.resilient.digest import digest
 from echelon.dist.resilient.kept import KeptState, Stateful
 from echelon.dist.resilient.replicas import Replicas
+from echelon.errors import CollectiveError
+
+_CLOSE_S = 5.0  # for a thread whose step has failed
 
 
 class ShardedState:
@@ -54,6 +73,11 @@ class ShardedState:
         self._at = 0  # the newest of them
         self._noted: set[int] = set()  # numbers passed as reshard_after_forward that did not fit
         self._worlds: list[WorldCopies] = []  # the last is the current one
+        self._copying: Copying | None = None  # the newest copy, until it is complete
+        self._writer: ShardsWriter | None = None  # of that copy, until the optimizer begins
+        self._may_overlap = True
+        self._is_void = False  # the newest copy
+        self._hook: RemovableHandle | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -65,13 +89,19 @@ class ShardedState:
         """Prepare for copies in a new world, and keep the copies of earlier worlds. Collective."""
         self._worlds.append(WorldCopies(group, epoch, num_replicas_of(self._model)))
 
-    def keep(self, step: int) -> None:
+    def keep(self, step: int, *, overlaps: bool = False) -> None:
         """Copy the state at the start of a step.
+
+        Args:
+            overlaps: whether a thread may copy the optimizer's state while the step computes; see
+                [Note: copying while a step computes]. `finish` must then end the step.
 
         Raises:
             CollectiveError: a partner was lost.
             OSError: the host has no memory left for the copies.
         """
+        assert self._copying is None, self._copying.step
+        self._is_void = False
         reshard(self._model)  # modules then refer to shards, which a move does not replace
         turn = 1 - self._at
         self._rest_steps[turn] = -1
@@ -79,7 +109,67 @@ class ShardedState:
         self._syncs[turn] = self._live_syncs()
         self._rest_steps[turn] = step
         self._at = turn
-        self._worlds[-1].write(ShardsWriter(self._model, self._optimizer), step)
+        writer = ShardsWriter(self._model, self._optimizer)
+        copying = self._worlds[-1].begin(writer, step)
+        if not (overlaps and self._may_overlap):
+            copying.run()
+            return
+        if self._hook is None:
+            self._hook = self._optimizer.register_step_pre_hook(self._before_optimizer)
+        self._copying, self._writer = copying, writer
+        copying.start()
+
+    def finish(self) -> int:
+        """Wait until this rank's newest copy is complete, and return the step of the copy.
+
+        If the copy is void, the step before is returned.
+
+        Raises:
+            CollectiveError: a partner was lost, or the copy takes too long.
+            OSError: the host has no memory left for the copies.
+        """
+        self._before_optimizer()
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.wait(self._worlds[-1].timeout_s)
+        return self._rest_steps[1 - self._at if self._is_void else self._at]
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait for the thread that copies, after its step was abandoned. Its error is dropped.
+
+        Raises:
+            CollectiveError: the thread has not ended after `timeout_s`.
+        """
+        if self._copying is not None:
+            self._copying.wait_until_ended(timeout_s)
+            self._copying = None
+            self._check_unchanged()
+
+    def discard_newest(self) -> None:
+        """Have the next copy overwrite the newest one, which is void on some rank."""
+        self._rest_steps[self._at] = -1
+        self._at = 1 - self._at
+        self._worlds[-1].discard_newest()
+
+    def _before_optimizer(self, *_: object) -> None:
+        if self._writer is None or self._copying is None or not self._copying.is_here:
+            return  # in a forked child, it is not: the child does not have its parent's thread
+        self._copying.wait_until_copied(self._worlds[-1].timeout_s)
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Void the newest copy if its source has changed since the copy began."""
+        writer, self._writer = self._writer, None
+        changed = "" if writer is None else writer.changed()
+        if changed:
+            self._is_void, self._may_overlap = True, False
+            self._worlds[-1].void_newest()
+            warnings.warn(
+                f"a step changed {changed} before optimizer.step, while it was being copied: from "
+                "now on, this rank begins a step only when its copy is complete",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of the groups that the sharded model has made in this world."""
@@ -245,8 +335,17 @@ class ShardedState:
         restore.add(self._worlds[-1].newest_own())
         restore.finish()
 
+    def close(self) -> None:
+        """Stop copying, and leave the optimizer as it was. Safe to call twice."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        with contextlib.suppress(CollectiveError):  # it ends with its group
+            self.stop(_CLOSE_S)
+
     def drop(self) -> None:
         """Release all copies, which are not needed once this rank is the only one left."""
+        self.close()
         for one in self._worlds:
             one.close()
         self._worlds.clear()

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.dist.resilient.agent import run_watched
-from tests.dist.resilient.training import SAVED_STEP, train, train_on_hosts
+from tests.dist.resilient.training import HALVED_STEP, SAVED_STEP, train, train_on_hosts
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -40,6 +40,19 @@ def test_a_whole_host_may_die_and_then_a_rank_of_the_other_one(tmp_path, undistu
         assert bits == undisturbed
         assert worlds[-1][1:] == ((0, 2, 3), 1)
         assert commits == list(range(_TOTAL))
+
+
+def test_a_host_may_die_in_a_step_whose_copies_are_void(tmp_path):
+    """Its partners have received them, and must not use them."""
+    alone, whole = tmp_path / "alone", tmp_path / "whole"
+    alone.mkdir()
+    whole.mkdir()
+    ((undisturbed, _, _),) = run_ranks(train, 1, alone, _TOTAL, [], ", halved")
+    kills = [(2, "before the optimizer", HALVED_STEP), (3, "forward", HALVED_STEP)]
+    ends, _ = _run(whole, [0, 0, 1, 1], kills, "sharded, halved")
+    assert [(bits, commits) for bits, _, commits in ends] == [
+        (undisturbed, list(range(_TOTAL)))
+    ] * 2
 
 
 def test_if_both_copies_are_lost_the_checkpoint_is_loaded(tmp_path, undisturbed):

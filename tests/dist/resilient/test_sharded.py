@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import echelon.dist as dist
-from echelon.dist import resilient
+from echelon.dist import resilient, runtime
 from echelon.dist.fsdp import fully_shard
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.resilient.joining import Joins
@@ -129,6 +129,22 @@ def training():
         state.drop()
     finally:
         dist.shutdown()
+
+
+def test_after_a_loss_the_thread_that_copies_ends_before_the_ranks_meet(training, monkeypatch):
+    """It may be waiting for a partner, so its groups are left first."""
+    seen = []
+
+    def meet(*_):
+        seen.append("met")
+        raise CollectiveError("nothing")
+
+    monkeypatch.setattr(runtime, "leave_groups", lambda: seen.append("left"))
+    monkeypatch.setattr(training._state, "stop", lambda _: seen.append("stopped"))
+    monkeypatch.setattr(training, "_next_epoch", meet)
+    with pytest.raises(CollectiveError, match="nothing"):
+        training._recover(CollectiveError("torn"))
+    assert seen == ["left", "stopped", "met"]
 
 
 def test_a_finished_step_that_is_computed_again_is_counted(training):

@@ -17,7 +17,8 @@ from echelon.dist.backends.shm import rendezvous
 from echelon.dist.fsdp import fully_shard
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.resilient import epochs, joining, kept, sharded
-from echelon.dist.resilient.copies import memory, shards
+from echelon.dist.resilient.copies import copying, memory
+from echelon.dist.resilient.copies import world as copies_world
 from echelon.dist.resilient.training import sharded as sharded_training
 from echelon.errors import CollectiveError, PeerLostError
 from echelon.host import identity
@@ -35,6 +36,7 @@ from tests.train.same_bits.model import loss_of, make
 
 MICRO_BATCHES = 6
 SAVED_STEP = 3
+HALVED_STEP = 3
 CHANGES_AT, FULL_FROM = 2, 5
 Kill = tuple[int, str, int]  # rank, moment, step
 
@@ -121,7 +123,9 @@ class Training:
 
     Its layout is "" (replicated), "sharded", "near" (sharded, and kept among two neighbours after a
     forward), or "hsdp" (two replicas where the number of ranks is even, and whole blocks are kept
-    after a forward). "sharded and saved" and "hsdp and saved" also save a checkpoint.
+    after a forward). "sharded and saved" and "hsdp and saved" also save a checkpoint. What follows
+    ", " is a habit: "halved" changes the optimizer's state at the beginning of step HALVED_STEP;
+    "slowly copied" never completes the copy of the step at whose "forward" the rank is to die.
 
     Args:
         full: the number of ranks that take part in the end. From step FULL_FROM on, a step of fewer
@@ -144,6 +148,8 @@ class Training:
         self.newest_join = 0
         self.held: tuple[joining.Joins, Epoch] | None = None
         self.has_stopped = False
+        self.copy_step = -1  # of the copy that the thread is making
+        layout, _, self.habit = layout.partition(", ")
         self.saves = layout.endswith(" and saved")
         self.has_replicas = layout.startswith("hsdp")
         self.from_checkpoint = self._load if self.saves else None
@@ -199,6 +205,8 @@ class Training:
                     self._wait_for_others(world)
             if self.saves and step == SAVED_STEP:
                 checkpoint.save(self.folder / "checkpoint", self._state(step))
+            if self.habit == "halved" and step == HALVED_STEP:
+                self._halve()
             self._begin_to_die(step)
             loss = same.backward(step, lambda number: self.loss(world.group, number))
             same.clip_grad_norm_(0.5)
@@ -211,6 +219,10 @@ class Training:
             return loss
 
         return train_step
+
+    def _halve(self) -> None:
+        for values in self.optimizer.state.values():
+            values["exp_avg"].mul_(0.5)
 
     def _change(self, step: int) -> None:
         """Change what only one step does: a rank that joins later learns it from others."""
@@ -293,8 +305,9 @@ class Training:
         self._before(kept.KeptState, "restore", "restoring")
         self._before(kept.KeptState, "keep", "keeping")
         self._before(rendezvous, "exchange", "regrouping")
-        self._before(memory.CopyMemory, "erase", "before a copy")
-        self._before(shards.ShardsWriter, "write", "in a copy")
+        self._before(copies_world.WorldCopies, "begin", "before a copy")
+        self._before(copying.Copying, "run", "in a copy")
+        self._note_copies()
         self._before(memory.CopyMemory, "commit", "before a copy's stamp")
         self._after(memory.CopyMemory, "commit", "after a copy's stamp")
         self._before(sharded.ShardedState, "restore_from", "restoring shards")
@@ -307,6 +320,23 @@ class Training:
         self._after(sharded.ShardedState, "check_alike", "compared")
         self._note_joins()
         self._fail_behind_a_barrier()
+
+    def _note_copies(self) -> None:
+        """Note which copy the thread makes, which may be in the next step by then."""
+        real = copying.Copying.run
+
+        def run(copy: copying.Copying) -> None:
+            self.copy_step = copy.step
+            if self.habit == "slowly copied" and self._dies_at("forward", copy.step):
+                threading.Event().wait()
+            real(copy)
+
+        copying.Copying.run = run  # type: ignore[method-assign]
+
+    def _number(self) -> int:
+        """Return the number of the step that this thread is in, or whose result it copies."""
+        is_copying = threading.current_thread().name == copying.NAME
+        return self.copy_step - 1 if is_copying else self.step
 
     def _note_joins(self) -> None:
         """Let no rank join before step FULL_FROM, so that each kill finds the join it is for."""
@@ -323,7 +353,7 @@ class Training:
         real = getattr(owner, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            self._die_at(moment, self.step)
+            self._die_at(moment, self._number())
             return real(*args, **options)
 
         setattr(owner, name, call)
@@ -333,7 +363,7 @@ class Training:
 
         def call(*args: Any, **options: Any) -> Any:
             found = real(*args, **options)
-            self._die_at(moment, self.step)
+            self._die_at(moment, self._number())
             return found
 
         setattr(owner, name, call)

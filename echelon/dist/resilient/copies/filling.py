@@ -23,7 +23,7 @@ _has_core = hasattr(_native, "fill")  # it is empty on processors that lack the 
 Piece = tuple[int, torch.Tensor]  # where it begins, in bytes, and a contiguous tensor on the host
 
 
-def fill(vector: torch.Tensor, pieces: Sequence[Piece]) -> int:
+def fill(vector: torch.Tensor, pieces: Sequence[Piece], crc: int = 0) -> int:
     """Fill a byte buffer with pieces, and with zeros between them; return the buffer's CRC-32.
 
     Other threads can run during the call.
@@ -31,25 +31,26 @@ def fill(vector: torch.Tensor, pieces: Sequence[Piece]) -> int:
     Args:
         vector: the buffer to overwrite, [num_bytes] of uint8, contiguous.
         pieces: the pieces in ascending order of position, without overlaps.
+        crc: the CRC-32 of all bytes before the buffer, which the result then includes.
     """
     as_bytes = [(first, _bytes_of(one)) for first, one in pieces if one.numel()]
     if _has_core:
-        return int(_native.fill(vector.numpy(), [(at, one.numpy()) for at, one in as_bytes]))
+        return int(_native.fill(vector.numpy(), [(at, one.numpy()) for at, one in as_bytes], crc))
     stop = 0
     for first, one in as_bytes:
         vector[stop:first].zero_()
         stop = first + one.numel()
         vector[first:stop].copy_(one)
     vector[stop:].zero_()
-    return crc_of(vector)
+    return crc_of(vector, crc)
 
 
-def crc_of(vector: torch.Tensor) -> int:
-    """Return the CRC-32 of a byte buffer, [num_bytes] of uint8."""
+def crc_of(vector: torch.Tensor, crc: int = 0) -> int:
+    """Return the CRC-32 of a byte buffer, [num_bytes] of uint8; `crc` is that of what precedes."""
     if not vector.numel():
-        return 0
+        return crc
     data = vector.numpy().data
-    return int(_native.crc32(data)) if _has_core else zlib.crc32(data)
+    return int(_native.crc32(data, crc)) if _has_core else zlib.crc32(data, crc)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

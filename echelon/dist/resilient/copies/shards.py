@@ -4,7 +4,8 @@ A rank's shards are serialized into one byte buffer:
 
     length of the index, 8 bytes | index | padding | the index's tensors | runs of elements
 
-Tensors and runs are aligned to 64 bytes. The index lists a run of elements for each parameter, and
+Tensors and runs are aligned to 64 bytes. Runs that may be written later than the others are at the
+end; see `ShardsWriter`. The index lists a run of elements for each parameter, and
 for each tensor of the optimizer that is divided in the same way. Each rank restores its elements
 from the runs that contain them, so the shards can be restored on any number of ranks.
 """
@@ -12,7 +13,7 @@ from the runs that contain them, so the shards can be restored on any number of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ _LENGTH_BYTES = 8
 class ShardsWriter:
     """A writer of one model's shards and of the optimizer's state for these shards.
 
+    `write_rest` writes the optimizer's state, and may be called on another thread while the next
+    step computes, because only the optimizer writes to that state. All else is written by
+    `write_first`: a program may change parameters at the start of a step, and through `.data`, of
+    which torch keeps no version. Tensors of the optimizer that share memory with parameters or
+    gradients are not left to `write_rest` either.
+
     Args:
         model: a sharded model.
         optimizer: the optimizer of the model's parameters.
@@ -45,7 +52,10 @@ class ShardsWriter:
         self._tensors: list[torch.Tensor] = []
         self._index = Index()
         self._end = 0
-        for name, shard in shards(model).items():
+        self._later: list[tuple[Shard, str, torch.Tensor, int]] = []  # with its version
+        every = shards(model)
+        exposed = _storages(model, every.values())
+        for name, shard in every.items():
             self._add(shard, "", shard.data)
             state = optimizer.state.get(shard.parameter)
             if state is None:
@@ -54,9 +64,15 @@ class ShardsWriter:
             values = self._index.values[name] = {}
             for key, value in state.items():
                 if is_part(value, shard):
-                    self._add(shard, key, value.detach().reshape(-1))
+                    if _is_private(value, exposed):
+                        self._later.append((shard, key, value, value._version))
+                    else:
+                        self._add(shard, key, value)
                 elif not self._index.scalars.takes(name, key, value):
                     values[key] = value
+        self._num_first, self._first_end = len(self._tensors), self._end
+        for shard, key, value, _ in self._later:
+            self._add(shard, key, value)
         self._parcel = self._index.parcel()
         self._start = _places(self._parcel)[-1]
         self.num_bytes = self._start + self._end
@@ -64,18 +80,47 @@ class ShardsWriter:
     def _add(self, shard: Shard, key: str, data: torch.Tensor) -> None:
         run = Run(shard.name, key, shard.start, shard.length, data.dtype, self._end)
         self._index.runs.append(run)
-        self._tensors.append(data)
+        self._tensors.append(data.detach().reshape(-1))
         self._end += _rounded(run.num_bytes)
 
-    @torch.no_grad()
     def write(self, content: torch.Tensor) -> int:
         """Write the shards into a byte buffer, [num_bytes] of uint8; return the buffer's CRC-32."""
+        return self.write_rest(content, self.write_first(content))
+
+    @torch.no_grad()
+    def write_first(self, content: torch.Tensor) -> int:
+        """Write what may change once the next step begins; return the CRC-32 up to there."""
         length = len(self._parcel.head).to_bytes(_LENGTH_BYTES, "little")
         head = torch.frombuffer(bytearray(length + self._parcel.head), dtype=torch.uint8)
         own = zip(_places(self._parcel), (one.cpu() for one in self._parcel.tensors), strict=False)
-        runs = zip(self._index.runs, self._tensors, strict=True)
         pieces: list[Piece] = [(0, head), *own]
-        return fill(content, pieces + [(self._start + run.offset, one) for run, one in runs])
+        pieces += self._pieces(0, self._num_first, self._start)
+        return fill(content[: self._start + self._first_end], pieces)
+
+    @torch.no_grad()
+    def write_rest(self, content: torch.Tensor, crc: int) -> int:
+        """Write the rest of the optimizer's state; return the buffer's CRC-32.
+
+        Args:
+            content: the buffer.
+            crc: the result of `write_first`.
+        """
+        pieces = self._pieces(self._num_first, len(self._tensors), -self._first_end)
+        return fill(content[self._start + self._first_end :], pieces, crc)
+
+    def _pieces(self, first: int, stop: int, shift: int) -> list[Piece]:
+        runs = zip(self._index.runs[first:stop], self._tensors[first:stop], strict=True)
+        return [(run.offset + shift, data) for run, data in runs]
+
+    def changed(self) -> str:
+        """Return the name of a tensor that was to be written later, and has changed since; or "".
+
+        Only changes that torch counts are noticed.
+        """
+        for shard, key, value, version in self._later:
+            if value._version != version:
+                return f"{shard.name!r} {key}"
+        return ""
 
 
 class ShardsReader:
@@ -171,6 +216,25 @@ class ShardsRestore:
             self._optimizer.state.pop(shard.parameter, None)
             if state is not None:
                 self._optimizer.state[shard.parameter] = state
+
+
+def _storages(model: nn.Module, every: Iterable[Shard]) -> set[int]:
+    """Return the addresses of the memory to which a forward or backward pass may write."""
+    found = [*model.parameters(), *model.buffers()]
+    for shard in every:
+        found += [shard.data, shard.parameter]
+    found += [one.grad for one in found if one.grad is not None]
+    return {one.untyped_storage().data_ptr() for one in found}
+
+
+def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
+    """Return whether only the optimizer writes to a tensor, as far as can be known."""
+    return (
+        type(value) is torch.Tensor
+        and value.device.type == "cpu"
+        and not value.is_inference()  # torch does not count its changes
+        and value.untyped_storage().data_ptr() not in exposed
+    )
 
 
 def _places(parcel: Parcel) -> list[int]:

@@ -24,6 +24,7 @@ from echelon.dist.resilient.copies.choice import (
     partners_of,
     without_replicas_elsewhere,
 )
+from echelon.dist.resilient.copies.copying import Copying
 from echelon.dist.resilient.copies.filling import crc_of
 from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp
 from echelon.dist.resilient.copies.shards import ShardsWriter
@@ -32,6 +33,7 @@ from echelon.errors import CollectiveError, PeerLostError
 from echelon.host.identity import process_identity
 
 _NUM = 2
+_VOID = -1  # the step of a copy whose source changed while it was copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,33 +112,59 @@ class WorldCopies:
     # ---- writing ----
 
     @property
+    def timeout_s(self) -> float:
+        """The time that a copy may take, including its exchange with the partners."""
+        return self._group.timeout_s * (2 + 2 * len(self._kept))
+
+    @property
     def num_bytes(self) -> int:
         """The total size in bytes of the copies that this rank keeps, including its own."""
         held = [self._own, *self._kept.values()]
         return sum(memory.num_bytes for one in held for memory in one.memories)
 
-    def write(self, writer: ShardsWriter, step: int) -> None:
-        """Copy this rank's shards; exchange copies with the partners if there are several places.
+    def begin(self, writer: ShardsWriter, step: int) -> Copying:
+        """Copy the part of this rank's shards that may change once the next step begins.
+
+        The result completes the copy: it copies the rest, and exchanges copies with the partners if
+        there are several places.
 
         Raises:
-            CollectiveError: a partner was lost.
             OSError: the host has no memory left.
         """
         turn = self._num_written % _NUM
         self._num_written += 1
-        stamp, content = self._write_own(self._own.memories[turn], writer, step)
-        if not self._is_one_place:
-            self._exchange(turn, stamp, content)
-
-    def _write_own(
-        self, memory: CopyMemory, writer: ShardsWriter, step: int
-    ) -> tuple[Stamp, torch.Tensor]:
+        memory = self._own.memories[turn]
         memory.erase()
         content = memory.content(writer.num_bytes)
-        crc = writer.write(content)
-        stamp = Stamp(Version(step, self.epoch), self.own_rank, writer.num_bytes, crc)
-        memory.commit(stamp)
-        return stamp, content
+        first_crc = writer.write_first(content)
+
+        def complete() -> Stamp:
+            crc = writer.write_rest(content, first_crc)
+            version = Version(_VOID if writer.changed() else step, self.epoch)
+            stamp = Stamp(version, self.own_rank, writer.num_bytes, crc)
+            if version.step != _VOID:
+                memory.commit(stamp)
+            return stamp
+
+        def exchange(stamp: Stamp) -> None:
+            if not self._is_one_place:
+                self._exchange(turn, stamp, content)
+
+        return Copying(step, complete, exchange)
+
+    def discard_newest(self) -> None:
+        """Have the next copy overwrite the newest one, and keep the one before. Call on all ranks.
+
+        Call this if the newest copy of some rank is void.
+        """
+        newest = (self._num_written - 1) % _NUM
+        for held in (self._own, *self._kept.values()):
+            held.memories[newest].erase()
+        self._num_written -= 1
+
+    def void_newest(self) -> None:
+        """Remove the stamp of this rank's newest copy."""
+        self._own.memories[(self._num_written - 1) % _NUM].erase()
 
     def _exchange(self, turn: int, stamp: Stamp, content: torch.Tensor) -> None:
         sent: list[Work | None] = []
@@ -159,7 +187,8 @@ class WorldCopies:
         if stamp is None:
             raise CollectiveError("the header of a copy of a rank's shards was damaged in transit")
         channel.recv(memory.content(stamp.num_bytes))
-        memory.commit(stamp)
+        if stamp.version.step != _VOID:
+            memory.commit(stamp)
 
     def _channel(self, peer: int) -> Channel:
         if peer not in self._channels:

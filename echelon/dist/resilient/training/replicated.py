@@ -113,6 +113,9 @@ class Training(Generic[_T]):
             # How this rank came to its last world stays: the launcher may not have read it yet.
             note_standing(replace(self._standing, state=State.DONE))
 
+    def close(self) -> None:
+        """Release what steps have left behind, also if training has failed."""
+
     def _train_in(self, world: World) -> None:
         self._enter(world)
         compute = self._prepare(world)
@@ -128,11 +131,22 @@ class Training(Generic[_T]):
             result = compute(self._kept)
             self._check_groups()
             self._finished, self._result, self._is_inside = self._kept + 1, result, False
-            entered = self._joins.end_step(world.group, self._epochs.number)
+            entered = self._end_step(world)
             self._commit(is_kept=self._is_kept(world))
             if entered and self._kept < self._total:
+                self._complete_copies()
                 note_standing(replace(self._standing, meets=entered))
                 raise JoinDue(f"ranks are due to join in epoch {entered}", operation="join")
+
+    def _end_step(self, world: World) -> int:
+        """End a step on all ranks; return the epoch to enter, or 0. Collective."""
+        return self._joins.end_step(world.group, self._epochs.number)
+
+    def _complete_copies(self) -> None:
+        """Wait until all copies of this rank are complete."""
+
+    def _stop_copying(self) -> None:
+        """Wait for a thread that copies the state of a step that was abandoned."""
 
     def _is_kept(self, world: World) -> bool:
         """Return whether the state must be copied because other ranks exist or may join."""
@@ -202,6 +216,7 @@ class Training(Generic[_T]):
             raise err  # every rank would call the same again
         with span("recovery"):
             runtime.leave_groups()
+            self._stop_copying()
             # Over a network, a death may be seen as any error, and the launcher learns of it later.
             is_fast = runtime.world().backend == "shm" and not isinstance(err, PeerLostError)
             wait_s = _OTHER_S if is_fast else _LOST_S

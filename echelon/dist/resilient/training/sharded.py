@@ -1,10 +1,11 @@
 """Train a sharded model; when a rank is lost, its shards are restored from copies.
 
 [Note: sharded models] The live state of a lost rank is gone, so the survivors continue from the
-newest step for which copies of all shards exist. Each rank copies the start of a step before the
-barrier that ends the step. A rank that has passed the barrier knows that all of these copies are
-complete. A step is therefore committed one step later than for a replicated model, and
-`ShardedState` keeps the states of two steps.
+newest step for which copies of all shards exist. Each rank copies the start of a step before it
+ends the step, partly on a thread while the step computes. The collective that ends the step returns
+the step whose copies are complete on all ranks: this step or, if a copy is void, the one before. A
+step is therefore committed at least one step later than for a replicated model, and `ShardedState`
+keeps the states of two steps.
 
 [Note: joining a sharded model] Ranks that leave a step to let others join have copied its result
 before they meet. The end of the step is therefore the newest state with copies of all shards. No
@@ -59,7 +60,12 @@ class ShardedTraining(Training[_T]):
         self._lost_text = ""
         self._repeats = 0
         self._entered = 0  # the newest epoch whose state this rank has restored
+        self._complete = first  # the newest step whose copies are known to be complete on all ranks
         self._results: dict[int, Any] = {}  # of the steps that are finished and not committed
+
+    def close(self) -> None:
+        """Stop copying, also if training has failed."""
+        self._state.close()
 
     def _enter(self, world: World) -> None:
         if not self._may_continue:
@@ -92,6 +98,7 @@ class ShardedTraining(Training[_T]):
             self._load(group)
         self._state.enter(group, self._epochs.number)
         self._state.keep(self._kept)
+        self._complete = self._kept
         self._state.check_alike(group)  # a barrier, too: all copies are complete
         self._state.release_earlier()
         self._entered = self._epochs.number
@@ -144,16 +151,40 @@ class ShardedTraining(Training[_T]):
                 self._check_portable()
         self._has_begun = True
 
+    def _end_step(self, world: World) -> int:
+        if not self._is_copied(world):
+            return super()._end_step(world)
+        own, number = self._state.finish(), self._epochs.number
+        entered, self._complete = self._joins.end_step_with(world.group, number, own)
+        if self._complete < self._kept:
+            self._state.discard_newest()
+        return entered
+
+    def _is_copied(self, world: World) -> bool:
+        return self._may_continue and self._is_kept(world)
+
+    def _complete_copies(self) -> None:
+        self._state.finish()
+
+    def _stop_copying(self) -> None:
+        self._state.stop(self._limit_s)
+
     def _commit(self, *, is_kept: bool) -> None:
-        """Commit the step before the step that all ranks have just finished, and copy the state."""
+        """Commit the steps that no loss can undo any more, and copy the state."""
         self._results[self._kept] = self._result
         self._result = None
         is_last = self._finished == self._total or not (self._may_continue and is_kept)
-        self._report(self._finished if is_last else self._kept)
+        self._report(self._finished if is_last else self._complete)
         self._kept = self._finished
         self._keep_or_drop(is_kept=is_kept and not is_last)
         if self._kept == self._first + 1 and not is_last:
             self._state.check_alike(runtime.world())  # what a step lets drift is seen here
+
+    def _keep_or_drop(self, *, is_kept: bool) -> None:
+        if self._may_continue and is_kept:
+            self._state.keep(self._kept, overlaps=True)
+        else:
+            self._state.drop()
 
     def _report(self, stop: int) -> None:
         """Pass the results of all steps before `stop` to `on_commit`."""

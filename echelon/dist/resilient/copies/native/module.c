@@ -61,9 +61,8 @@ static struct piece *take(PyObject *list, size_t length)
 }
 
 static uint32_t fill_all(unsigned char *target, size_t length, const struct piece *pieces,
-                         Py_ssize_t num)
+                         Py_ssize_t num, uint32_t crc)
 {
-    uint32_t crc = 0;
     size_t at = 0;
     for (Py_ssize_t i = 0; i < num; i++) {
         crc = cp_zeros(target + at, pieces[i].offset - at, crc);
@@ -79,7 +78,8 @@ static PyObject *fill(PyObject *module, PyObject *args)
     (void)module;
     Py_buffer target;
     PyObject *list;
-    if (!PyArg_ParseTuple(args, "w*O!", &target, &PyList_Type, &list))
+    unsigned int crc = 0;
+    if (!PyArg_ParseTuple(args, "w*O!|I", &target, &PyList_Type, &list, &crc))
         return NULL;
     struct piece *pieces = take(list, (size_t)target.len);
     if (!pieces) {
@@ -87,9 +87,8 @@ static PyObject *fill(PyObject *module, PyObject *args)
         return NULL;
     }
     Py_ssize_t num = PyList_GET_SIZE(list);
-    uint32_t crc;
     Py_BEGIN_ALLOW_THREADS
-    crc = fill_all(target.buf, (size_t)target.len, pieces, num);
+    crc = fill_all(target.buf, (size_t)target.len, pieces, num, crc);
     Py_END_ALLOW_THREADS
     release(pieces, num);
     PyBuffer_Release(&target);
@@ -100,11 +99,11 @@ static PyObject *crc32(PyObject *module, PyObject *args)
 {
     (void)module;
     Py_buffer data;
-    if (!PyArg_ParseTuple(args, "y*", &data))
+    unsigned int crc = 0;
+    if (!PyArg_ParseTuple(args, "y*|I", &data, &crc))
         return NULL;
-    uint32_t crc;
     Py_BEGIN_ALLOW_THREADS
-    crc = cp_crc(data.buf, (size_t)data.len, 0);
+    crc = cp_crc(data.buf, (size_t)data.len, crc);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&data);
     return PyLong_FromUnsignedLong(crc);
@@ -118,8 +117,8 @@ static PyObject *widen(PyObject *module, PyObject *wanted)
 }
 
 static PyMethodDef functions[] = {
-    {"fill", fill, METH_VARARGS, "Fill (target, [(offset, buffer), ...]); return its CRC-32."},
-    {"crc32", crc32, METH_VARARGS, "The CRC-32 of a buffer."},
+    {"fill", fill, METH_VARARGS, "Fill (target, [(offset, buffer), ...], crc); return its CRC-32."},
+    {"crc32", crc32, METH_VARARGS, "The CRC-32 of a buffer, after that of what precedes."},
     {"widen", widen, METH_O, "Whether to use 256-bit instructions; return whether they are used."},
     {NULL, NULL, 0, NULL},
 };
