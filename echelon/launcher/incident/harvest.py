@@ -6,8 +6,8 @@
     3. Send a signal only to processes whose stacks could not be read, and wait briefly for an
        answer.
     4. Examine each process again, and read every ring.
-    5. For a stall, repeat these steps two seconds later. A rank that has moved is slow, and a rank
-       that has not moved is stuck.
+    5. For a stall, repeat these steps up to two seconds later (`second_look_s`). A rank that has
+       moved is slow, and a rank that has not moved is stuck.
 
 A signal interrupts the system call in which a thread is waiting, and may end the hang that is being
 examined. Signals are therefore a last resort, and `HostFacts.stacks_from` records their use.
@@ -34,11 +34,24 @@ from echelon.recorder.format.schema import Record
 _STACKS_S = 1.0  # a stopped process never answers
 _TORCH_S = 12.0  # its first dump with stacks loads hundreds of modules inside the hung process
 _SECOND_LOOK_S = 2.0
+_SOONEST_LOOK_S = 0.5  # fifty ticks of processor time
+_SHARE_OF_STALL = 4  # of the stall timeout, if that is short
 _SPY_S, _BELOW_S, _SPIES = 5.0, 3.0, 8
 _SAMPLE_S = 0.3  # the shortest time for measuring the share of a core, in ticks of 10 ms
 
 Steps = Generator[float, None, list[Record]]
 Waits = Generator[float, None, None]
+
+
+def second_look_s(stall_timeout_s: float) -> float:
+    """Return the time between the two examinations of a stall, in seconds.
+
+    Args:
+        stall_timeout_s: after how long without progress a stall is examined; 0 if never.
+    """
+    if stall_timeout_s <= 0:
+        return _SECOND_LOOK_S
+    return min(_SECOND_LOOK_S, max(_SOONEST_LOOK_S, stall_timeout_s / _SHARE_OF_STALL))
 
 
 def harvest(

@@ -17,17 +17,22 @@ from echelon.recorder.read.dump import pack_dump, write_dump
 class Examination:
     """The examination of this node's ranks for one incident.
 
+    Args:
+        gap_s: the time between the two examinations of a stall, in seconds.
+
     Attributes:
         command: the request for the snapshot.
         due_s: the time on the monotonic clock at which the next step is due.
     """
 
-    def __init__(self, command: m.Collect, workers: Sequence[Worker], occasion: Occasion) -> None:
+    def __init__(
+        self, command: m.Collect, workers: Sequence[Worker], occasion: Occasion, gap_s: float
+    ) -> None:
         self.command = command
         self.due_s = 0.0
         self._workers = workers
         self._is_urgent = False
-        self._steps = harvest_steps(workers, occasion, lambda: self._is_urgent)
+        self._steps = harvest_steps(workers, occasion, lambda: self._is_urgent, gap_s)
 
     def hurry(self) -> None:
         """Take the remaining steps without waiting."""

@@ -25,7 +25,7 @@ from echelon.host.accelerators import visible_to
 from echelon.host.process import oom_kills
 from echelon.launcher.control import messages as m
 from echelon.launcher.goodput.reporting import LapReports
-from echelon.launcher.incident.harvest import harvest
+from echelon.launcher.incident.harvest import harvest, second_look_s
 from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
 from echelon.launcher.incident.worker import Occasion, Worker
 from echelon.launcher.job.rundir import RunDirectory
@@ -507,7 +507,9 @@ class NodeAgent:
     def collect(self, command: m.Collect) -> None:
         """Begin a snapshot of this node's ranks; the dumps are sent once they are complete."""
         self._finish_examining()
-        self._examination = Examination(command, self._workers, self._occasion(command.kind))
+        occasion, start = self._occasion(command.kind), self._start
+        gap_s = second_look_s(0.0 if start is None else start.stall_timeout_ms / 1e3)
+        self._examination = Examination(command, self._workers, occasion, gap_s)
         self._examine_on()
 
     def _examine_on(self) -> None:

@@ -84,7 +84,7 @@ def test_a_kill_for_memory_counts_only_in_its_own_attempt(node, monkeypatch):
     monkeypatch.setattr(node_module, "oom_kills", lambda _: next(kills))
     occasions: list[Occasion] = []
 
-    def no_steps(_: object, occasion: Occasion, __: object):
+    def no_steps(_: object, occasion: Occasion, *__: object):
         occasions.append(occasion)
         return []
         yield
