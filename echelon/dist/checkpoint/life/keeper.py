@@ -52,6 +52,9 @@ class Keeper:
         make_room: whether to remove old checkpoints when the disk is full. The newest complete
             checkpoint and the best checkpoint are never removed.
         timeout_s: see `save`.
+        patience_s: how long a background save may take before the next one waits for it. Until
+            then, background saves that become due are skipped, so that a slow disk does not stop
+            the training. 0 means that none is skipped.
 
     Raises:
         ValueError: a setting is not valid.
@@ -73,6 +76,7 @@ class Keeper:
         best: Best | None = None,
         make_room: bool = False,
         timeout_s: float | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         if keep < 1:
             raise ValueError(
@@ -82,11 +86,14 @@ class Keeper:
             raise ValueError(f"keep_every must be at least 1, got {keep_every}")
         if best not in (None, "lowest", "highest"):
             raise ValueError(f'best must be "lowest" or "highest", got {best!r}')
+        if not patience_s >= 0:
+            raise ValueError(f"patience_s must be at least 0, got {patience_s}")
         self.folder = place_of(folder)
         self.policy = Policy(keep=keep, keep_every=keep_every, best=best)
         self._steps = steps_of(self.folder)
         self._make_room = make_room
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
         self._claim: Claim | None = None
         self._in_background: int | None = None  # the step of the save that was begun last
         self._warned: set[str] = set()
@@ -101,8 +108,9 @@ class Keeper:
     ) -> bool:
         """Save a state as `step`'s checkpoint, then remove old checkpoints. Collective.
 
-        The method first waits for any previous background save. After a storage failure, rank 0
-        issues a warning and all ranks return False.
+        The method first waits for any previous background save, or returns False within
+        `patience_s`. After a storage failure, or if the save is skipped, rank 0 issues a warning
+        and all ranks return False.
 
         Args:
             step: the number of finished steps.
@@ -126,6 +134,8 @@ class Keeper:
         if score is not None:
             score = float(score)
         peers = find(to_write=True)
+        if async_op and self._patience_s and self._is_skipped(step, peers):
+            return False
         self._settle(peers)
         doing = f"{self._steps.path(step)}: not saved"
         while True:
@@ -174,6 +184,17 @@ class Keeper:
             then=lambda: self._rotate(step),
         )
         self._in_background = step if async_op else None
+
+    def _is_skipped(self, step: int, peers: Peers) -> bool:
+        """Return whether the previous save is still being written, and may be. Collective."""
+        ages = [age_s for age_s in peers.all_gather(pending.writing_s()) if age_s is not None]
+        if not ages or max(ages) > self._patience_s:
+            return False
+        before = "the save before" if self._in_background is None else f"step {self._in_background}"
+        self._report(
+            peers, f"step {step} not saved: {before} is still being written after {max(ages):.1f} s"
+        )
+        return True
 
     def _claim_folder(self, peers: Peers) -> None:
         def claim() -> str:

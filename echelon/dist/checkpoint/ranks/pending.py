@@ -44,6 +44,11 @@ class PendingSave:
         """Whether the save has succeeded or failed."""
         return not self._thread.is_alive()
 
+    @property
+    def age_s(self) -> float:
+        """How long ago the save began, in seconds."""
+        return time.monotonic() - self._started_s
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the checkpoint is complete.
 
@@ -54,16 +59,12 @@ class PendingSave:
             CheckpointError: the save was not complete in time, or it failed.
             OSError: this rank could not write its part.
         """
-        age_s = time.monotonic() - self._started_s
-        limit_s = self._timeout_s + _GRACE_S - age_s if timeout_s is None else timeout_s
+        limit_s = self._timeout_s + _GRACE_S - self.age_s if timeout_s is None else timeout_s
         with span("checkpoint", f"wait for {self._path}"):
             self._thread.join(max(0.0, limit_s))
         if not self.done:
             raise CheckpointError(
-                (
-                    f"{self._path}: the checkpoint is still being saved after "
-                    f"{time.monotonic() - self._started_s:.1f} s"
-                ),
+                (f"{self._path}: the checkpoint is still being saved after {self.age_s:.1f} s"),
                 path=self._path,
             )
         self._raised = True
@@ -86,6 +87,11 @@ def start(path: str, write: Callable[[float], None], timeout_s: float) -> Pendin
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current
+
+
+def writing_s() -> float | None:
+    """Return how long ago the save that is still being written began; None if there is none."""
+    return None if _current is None or _current.done else _current.age_s
 
 
 def finish(*, must_end: bool = True) -> Exception | None:

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -159,7 +160,12 @@ def test_a_run_that_was_taken_back_is_told_and_saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "word"),
-    [({"keep": 0}, "keep"), ({"keep_every": 0}, "keep_every"), ({"best": "loss"}, "best")],
+    [
+        ({"keep": 0}, "keep"),
+        ({"keep_every": 0}, "keep_every"),
+        ({"best": "loss"}, "best"),
+        ({"patience_s": -1.0}, "patience_s"),
+    ],
 )
 def test_bad_settings_are_refused(tmp_path, settings, word):
     with pytest.raises(ValueError, match=word):
@@ -244,6 +250,61 @@ def test_room_is_made_only_if_asked_and_never_of_the_newest_or_the_best(tmp_path
     assert loaded(tmp_path) == 4
 
 
+# ---- disks that are slow ----
+
+
+def _hold_writes(monkeypatch):
+    """Have every file of data wait; return the event that releases the waiting files."""
+    real, released = files.NewFile.write, threading.Event()
+
+    def write(self, data):
+        if self.path.name.endswith(".bin"):
+            assert released.wait(60)
+        real(self, data)
+
+    monkeypatch.setattr(files.NewFile, "write", write)
+    return released
+
+
+def test_a_slow_disk_skips_checkpoints_instead_of_stopping_the_training(tmp_path, monkeypatch):
+    with Keeper(tmp_path, patience_s=60) as keeper:
+        assert keeper.save(1, state_at(1))
+        released = _hold_writes(monkeypatch)
+        assert keeper.save(2, state_at(2), async_op=True)
+        with pytest.warns(RuntimeWarning) as caught:
+            assert not keeper.save(3, state_at(3), async_op=True)
+            assert not keeper.save(4, state_at(4), async_op=True)
+        released.set()
+        assert keeper.wait()
+        assert keeper.save(5, state_at(5), async_op=True)
+        assert keeper.wait()
+    first, second = [str(one.message) for one in caught]
+    assert "step 3 not saved: step 2 is still being written after" in first
+    assert "newest complete checkpoint: step 1" in first
+    assert "step 4 not saved" in second
+    assert steps_in(tmp_path) == [1, 2, 5]
+    assert loaded(tmp_path) == 5
+
+
+def test_a_save_in_the_foreground_is_never_skipped(tmp_path, monkeypatch):
+    with Keeper(tmp_path, patience_s=60) as keeper:
+        released = _hold_writes(monkeypatch)
+        assert keeper.save(1, state_at(1), async_op=True)
+        threading.Timer(0.1, released.set).start()
+        assert keeper.save(2, state_at(2))
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_write_beyond_the_patience_is_waited_for(tmp_path, monkeypatch):
+    with Keeper(tmp_path, patience_s=1e-6) as keeper:
+        released = _hold_writes(monkeypatch)
+        assert keeper.save(1, state_at(1), async_op=True)
+        threading.Timer(0.1, released.set).start()
+        assert keeper.save(2, state_at(2), async_op=True)
+        assert keeper.wait()
+    assert steps_in(tmp_path) == [1, 2]
+
+
 # ---- jobs that share a folder ----
 
 _HOLD = """
@@ -315,6 +376,34 @@ def _ranks(rank, world_size, folder):
     saved.append(keeper.save(5, state_at(5)))
     dist.shutdown()
     return saved, texts, found
+
+
+def _ranks_on_a_slow_disk(rank, world_size, folder):
+    from pathlib import Path
+
+    dist.init(timeout_s=60.0)
+    keeper = Keeper(Path(folder), patience_s=60)
+    released = threading.Event()
+    if rank == 1:  # its disk alone is slow
+        real = files.NewFile.write
+
+        def write(self, data):
+            assert released.wait(60)
+            real(self, data)
+
+        files.NewFile.write = write
+    saved = [keeper.save(1, state_at(1), async_op=True), keeper.save(2, state_at(2), async_op=True)]
+    released.set()
+    saved += [keeper.wait(), keeper.save(3, state_at(3), async_op=True)]
+    dist.shutdown()
+    return saved
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_is_skipped_on_all_ranks_while_one_of_them_still_writes(tmp_path):
+    first, other = run_ranks(_ranks_on_a_slow_disk, 2, str(tmp_path))
+    assert first == other == [True, False, True, True]
+    assert steps_in(tmp_path) == [1, 3]
 
 
 @pytest.mark.ranks
