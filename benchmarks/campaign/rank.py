@@ -5,8 +5,9 @@
 It averages a vector and saves it every few steps; at the end, the vector must equal the number of
 steps. It does not import torch, so that this does not slow either launcher's restarts. Rank 0 alone
 saves, flushes and renames, in the layout of `echelon.dist.checkpoint`, on a thread beside the next
-steps. A save waits until the previous one has been written. Rank 0 also writes each finished step
-to FOLDER/steps.log, the campaign's own account of time.
+steps. While the previous checkpoint is still being written, a checkpoint is skipped, but after some
+seconds the next save waits for it (as `Keeper(patience_s=...)` does). Rank 0 also writes each
+finished step to FOLDER/steps.log, the campaign's own account of time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from echelon.recorder.checkpoints import note_checkpoint
 
 _SLOW_S = 30.0  # how long a disk is slow, and
 _WRITE_S = 8.0  # how long it takes for a checkpoint then
+_PATIENCE_S = 10.0  # how long a checkpoint may take before the next one waits for it
 _FOR_EVER_S = 3600.0
 _ON_NODE = ("cut", "cut_for_good", "node_killed", "preempted", "bad_node")
 _IN_SAVE = ("slow_disk", "checkpoint_hang")
@@ -46,6 +48,7 @@ class Job:
         self.world = dist.init(timeout_s=60)
         self.writer = ThreadPoolExecutor(1)
         self.writing: Future[None] | None = None
+        self.writing_since_s = 0.0
         self.log = None
         if self.world.rank == 0:
             self.log = os.open(folder / "steps.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -69,6 +72,7 @@ class Job:
             recorder.step(step)
             stops = dist.should_stop()
             if stops:
+                self._finish_saving()
                 self._save(step, x)
                 self._finish_saving()
                 return 0 if self.is_ours else 1  # otherwise torchrun considers the job finished
@@ -156,9 +160,13 @@ class Job:
     # ---- checkpoints ----
 
     def _save(self, step: int, x: np.ndarray) -> None:
-        """Start saving a copy of the state, once the previous checkpoint has been written."""
+        """Start saving a copy of the state, unless the previous one is still being written."""
+        is_writing = self.writing is not None and not self.writing.done()
+        if is_writing and time.monotonic() < self.writing_since_s + _PATIENCE_S:
+            return
         self._finish_saving()
         if self.world.rank == 0:
+            self.writing_since_s = time.monotonic()
             self.writing = self.writer.submit(self._write_as_due, step, x.copy())
 
     def _finish_saving(self) -> None:
@@ -168,8 +176,9 @@ class Job:
                 writing.result()
 
     def _write_as_due(self, step: int, x: np.ndarray) -> None:
-        self._hit_save(step)
-        self._write(self.folder / "checkpoints" / f"step_{step:08d}", step, x)
+        with recorder.span("checkpoint_write"):
+            self._hit_save(step)
+            self._write(self.folder / "checkpoints" / f"step_{step:08d}", step, x)
 
     def _write(self, folder: Path, step: int, x: np.ndarray) -> None:
         version = folder / "000001"

@@ -2,7 +2,8 @@
 
 The decision waits for the verdict. If the verdict's cause may be temporary, such as a slow rank or
 a broken link, the stall is given some time to clear. If a restart leads to the same stall again,
-the new stall is given more time.
+the new stall is given more time. If a checkpoint was being written before the ranks began to wait
+for it, that time counts.
 
 Under `replace`, hung ranks are killed if the attempt can continue without them (`HungRanks`).
 """
@@ -54,6 +55,7 @@ class Stalls:
         self._has_patience = is_smart
         self._asks = self._replaces or (restarts and is_smart)
         self._hung = hung
+        self._stall_timeout_s = options.stall_timeout_s
         self._least_patience_s = PATIENCE * options.stall_timeout_s
         self._num_in_vain = 0  # stalls that were given time, since the last progress
         self._is_open = is_open
@@ -160,8 +162,12 @@ class Stalls:
             self._until_s = now_s
             return
         if not self._is_late:
-            self._until_s = now_s + self._patience_s
+            saved_before_s = max(0.0, failure.saving_s - self._stall_timeout_s)
+            self._until_s = now_s + max(0.0, self._patience_s - saved_before_s)
         self._num_in_vain += 1
+        if self._until_s <= now_s:
+            self._say(f"{cause}: the checkpoint has taken {failure.saving_s:.0f} s already")
+            return
         what = "an unexplained stall" if cause == UNKNOWN else cause
         self._say(f"{what} may pass: ranks have {self._until_s - now_s:.0f} s to make progress")
 

@@ -70,6 +70,7 @@ _OWN_USE = re.compile(rf"this process has {_SIZE} memory in use")
 _TRIED = re.compile(rf"Tried to allocate {_SIZE}")
 _FOREIGN_SHARE = 0.1  # of a device's memory, used by others: with more, the job is not at fault
 _NO_LIMIT = 1 << 60  # bytes; cgroup version 1 shows a number if there is no limit
+_SAVING = ("checkpoint", "checkpoint_write")  # the latter on the thread of a background save
 _IDLE_SHARE = 0.05  # of a core: threads that wait with a timeout need less
 _MAX_IDLE = 64  # ranks
 _MAX_LOOKED_AT = 4  # ranks, if no verdict names one
@@ -86,6 +87,8 @@ class Circumstances:
         is_outside: whether the error is about the network or a file system.
         owns_memory: whether the job itself used up the memory; None if unknown.
         last_step: the last step that the rank began; -1 if it recorded no steps.
+        saving_s: how long the rank had been writing or reading a checkpoint when it was examined; 0
+            if it was not.
         idle_ranks: the ranks that used no processor time during the examination.
     """
 
@@ -95,6 +98,7 @@ class Circumstances:
     is_outside: bool = False
     owns_memory: bool | None = None
     last_step: int = -1
+    saving_s: float = 0.0
     idle_ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +148,12 @@ def circumstances_of(record: Record, rank: int) -> Circumstances:
     raised = _raised(record)
     step = int(record.live[Live.STEP]) - 1
     if raised is None:
-        return Circumstances(rank=rank, owns_memory=_owns_host_memory(record), last_step=step)
+        return Circumstances(
+            rank=rank,
+            owns_memory=_owns_host_memory(record),
+            last_step=step,
+            saving_s=_saving_s(record),
+        )
     words = record.last_words
     bases = words.bases if words is not None else ()
     files = "\n".join(frame.file for frame in raised.frames)
@@ -160,6 +169,17 @@ def circumstances_of(record: Record, rank: int) -> Circumstances:
         owns_memory=_owns_device_memory(text) if meaning is Meaning.MEMORY else None,
         last_step=step,
     )
+
+
+def _saving_s(record: Record) -> float:
+    """Return the age of the oldest open phase that belongs to a checkpoint, on any thread."""
+    seen_ns = record.host.snapshot_mono_ns or record.dumped_mono_ns
+    begun_ns = [
+        int(row["started_mono_ns"])
+        for row in record.open_spans
+        if record.strings[int(row["name"])] in _SAVING
+    ]
+    return max(0.0, (seen_ns - min(begun_ns)) / 1e9) if begun_ns else 0.0
 
 
 def _raised(record: Record) -> Raised | None:

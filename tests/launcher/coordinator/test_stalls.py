@@ -74,6 +74,7 @@ class _Job:
         ranks: tuple[int, ...] = (1,),
         idle: tuple[int, ...] = (0, 1),
         group: str = "world",
+        saving_s: float = 0.0,
     ):
         self.waits = False
         self.incident.verdict = {
@@ -81,7 +82,7 @@ class _Job:
             "summary": "rank 1 sleeps at train.py:7 in step", "group": group,
             "operation": "all_gather",
         }  # fmt: skip
-        self.incident.circumstances = {"idle_ranks": list(idle)}
+        self.incident.circumstances = {"idle_ranks": list(idle), "saving_s": saving_s}
 
     def begin(self, *, lasts: bool = True) -> None:
         self.stalls.on_examined(self.world, StallExamined(lasts=lasts), self.incident, 0.0)
@@ -106,6 +107,26 @@ def test_a_stall_that_may_pass_has_three_stall_timeouts_to_do_so(job, cause):
     assert job.ended == [True]
     job.stalls.step(1000.0)
     assert job.ended == [True], "it ended twice"
+
+
+@pytest.mark.parametrize(("saving_s", "left_s"), [(9.0, 30.0), (15.0, 25.0), (39.0, 1.0)])
+def test_the_time_that_a_checkpoint_took_before_its_stall_counts(job, saving_s, left_s):
+    job.begin()
+    job.explain("storage_stall", saving_s=saving_s)
+    job.stalls.step(1.0)
+    assert job.stalls.deadline_s() == 1.0 + left_s
+    job.stalls.step(0.9 + left_s)
+    assert job.ended == []
+    job.stalls.step(1.0 + left_s)
+    assert job.ended == [True]
+
+
+def test_a_checkpoint_that_has_hung_for_four_stall_timeouts_gets_no_more_time(job):
+    job.begin()
+    job.explain("storage_stall", saving_s=41.0)
+    job.stalls.step(1.0)
+    assert job.ended == [True]
+    assert "the checkpoint has taken 41 s already" in job.said
 
 
 @pytest.mark.parametrize("cause", ["host_hang", "frozen_process", "shape_mismatch"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from echelon.launcher.incident.circumstances import (
@@ -13,7 +14,7 @@ from echelon.launcher.incident.circumstances import (
     circumstances_of,
     idle_ranks,
 )
-from echelon.recorder.format.schema import HostFacts, Identity, LastWords, Live, Record
+from echelon.recorder.format.schema import SPAN, HostFacts, Identity, LastWords, Live, Record
 from echelon.recorder.read.dump import empty_record
 
 _TRACE = """Traceback (most recent call last):
@@ -100,6 +101,24 @@ def test_an_error_about_a_lost_peer_is_not_the_ranks_own(tmp_path, monkeypatch):
     found = circumstances(tmp_path, [0, 1])
     assert found is not None
     assert (found.rank, found.cause) == (1, "exception")
+
+
+@pytest.mark.parametrize(
+    ("names", "saving_s"),
+    [
+        ((), 0.0),
+        (("compute",), 0.0),
+        (("checkpoint",), 9.0),
+        (("checkpoint_write", "checkpoint"), 9.0),
+    ],
+)
+def test_how_long_a_checkpoint_has_been_written_is_known_on_whatever_thread(names, saving_s):
+    record = empty_record(Path("x"), Identity(rank=0), HostFacts(snapshot_mono_ns=10_000_000_000))
+    spans = np.zeros(len(names), SPAN)
+    spans["name"] = range(len(names))
+    spans["started_mono_ns"] = [(1 + 5 * i) * 1_000_000_000 for i in range(len(names))]
+    found = circumstances_of(replace(record, strings=names, open_spans=spans), 0)
+    assert found.saving_s == saving_s
 
 
 def test_ranks_without_a_dump_are_passed_over(tmp_path):

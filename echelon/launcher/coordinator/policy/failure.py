@@ -29,6 +29,8 @@ class Failure:
         is_killed: whether the culprit was killed by a signal, or lost with its node.
         is_outside: whether the culprit's error is about the network or a file system.
         owns_memory: whether the job itself used up the memory; None if unknown.
+        saving_s: how long the culprit had been writing or reading a checkpoint when it was
+            examined, in seconds; 0 if it was not.
         idle_ranks: the culprits whose processes used no processor time during the examination.
     """
 
@@ -45,6 +47,7 @@ class Failure:
     is_killed: bool = False
     is_outside: bool = False
     owns_memory: bool | None = None
+    saving_s: float = 0.0
     idle_ranks: tuple[int, ...] = ()
 
     def repeats(self, other: Failure) -> bool:

@@ -68,6 +68,7 @@ def _by_verdict(world: World, verdict: Mapping[str, Any], around: Mapping[str, A
         is_killed=any(_is_killed(one) for one in ended),
         is_outside=bool(around.get("is_outside")),
         owns_memory=around.get("owns_memory"),
+        saving_s=float(around.get("saving_s", 0.0)),
         idle_ranks=tuple(around.get("idle_ranks", ())),
     )
 
