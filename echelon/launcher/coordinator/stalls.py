@@ -23,6 +23,7 @@ from echelon.launcher.options.options import Options
 
 VERDICT_S = 5.0  # how long a stall waits for its verdict
 _MAX_DOUBLINGS = 4
+_CANNOT_SAVE = (*OWN_HANGS, "storage_stall")  # so that the culprits need no grace period to save
 
 
 class Stalls:
@@ -143,7 +144,7 @@ class Stalls:
             return
         failure = failure_of(world, incident)
         cause, passes = failure.cause, may_pass(failure.cause)
-        if cause in OWN_HANGS and failure.is_certain:
+        if cause in _CANNOT_SAVE and failure.is_certain:
             self._culprits = failure.culprit_ranks
         if self._replaces:
             gone = [rank for rank in failure.culprit_ranks if world.is_survived(rank)]

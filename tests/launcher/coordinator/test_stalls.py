@@ -144,17 +144,19 @@ def test_a_program_that_hangs_is_ended_as_soon_as_its_verdict_is_known(job, caus
     [
         ("host_hang", "certain", (1,)),
         ("gil_hang", "certain", (1,)),
+        ("storage_stall", "certain", (1,)),  # what it would save to does not answer
         ("host_hang", "likely", ()),
         ("frozen_process", "certain", ()),  # it continues when it is asked to stop, and may save
         ("shape_mismatch", "certain", ()),
     ],
 )
-def test_only_a_rank_that_certainly_hangs_in_its_own_code_gets_less_grace(
+def test_only_a_rank_that_certainly_cannot_save_gets_less_grace(
     job, cause, confidence, hung
 ):
     job.begin()
     job.explain(cause, confidence)
     job.stalls.step(1.0)
+    job.stalls.step(31.0)  # some causes may pass until then
     assert job.ended == [True]
     assert job.hung_ranks == hung
 
