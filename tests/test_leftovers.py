@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine import needs_machine, run_there
+from tests.support.machine import needs_machine, run_there
 
 _BREAK_IT = Path(__file__).parents[1] / "examples/break_it.py"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.campaign.plan import KINDS, SAVE_EVERY, STEP_S, Plan
 from benchmarks.runner.place import ROOT
-from tests.hosts import Host, hosts
+from tests.support.hosts import Host, hosts
 
 LAUNCHERS = ("echelon", "torchrun")
 WITH_STANDBYS = "echelon-standby"  # echelon with a standby for each rank

@@ -227,7 +227,7 @@ def network(count: int) -> Iterator[list[Any]]:
     if not count:
         yield []
         return
-    from tests.hosts import hosts
+    from tests.support.hosts import hosts
 
     with hosts(count) as places:
         yield places

@@ -27,7 +27,7 @@ from benchmarks.losses.plan import (
 from benchmarks.losses.preloaded import start
 from benchmarks.losses.recovery import Loss, lines_of, recovery, struck_by
 from benchmarks.runner.place import child_environ
-from tests.hosts import Host, hosts
+from tests.support.hosts import Host, hosts
 
 Record = dict[str, Any]
 _LIMIT_S = 600.0

@@ -27,11 +27,16 @@ from typing import Any, NoReturn
 from echelon.cli import main as echelon
 from echelon.launcher.node import guard
 from echelon.launcher.node.workers import Workers
-from tests.programs import _enter
-from tests.ranks import _context, _die_with_the_test
+from tests.support.programs import _enter
+from tests.support.ranks import _context, _die_with_the_test
 
 _POLL_S = 0.01
-_PRELOADED = ["tests.preloaded", "echelon.dist.resilient", "echelon.train.same_bits", "echelon.cli"]
+_PRELOADED = [
+    "tests.support.preloaded",
+    "echelon.dist.resilient",
+    "echelon.train.same_bits",
+    "echelon.cli",
+]
 _context.set_forkserver_preload(_PRELOADED)
 _of_launcher: list[Callable[..., Any]] = []  # what it does at exit, and its forks must not
 _register = atexit.register

@@ -28,7 +28,7 @@ from benchmarks.losses.faults import Faults
 from benchmarks.losses.model import NUM_MICRO_BATCHES, new_model, new_optimizer, predicted
 from echelon.dist.torchft import ProcessGroupEchelon
 from echelon.train.same_bits import fingerprint
-from tests.ranks import _die_with_the_test
+from tests.support.ranks import _die_with_the_test
 
 _GROUPS = {"gloo": ProcessGroupGloo, "echelon": ProcessGroupEchelon}
 _START_S = 300.0

@@ -338,7 +338,7 @@ def show_heading() -> None:
 @contextlib.contextmanager
 def throttled(count: int, mb_per_s: float) -> Iterator[list[Any]]:
     """Create hosts whose sending rate is limited."""
-    from tests.hosts import hosts
+    from tests.support.hosts import hosts
 
     with hosts(count) as made:
         for host in made:

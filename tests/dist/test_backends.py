@@ -21,7 +21,7 @@ from echelon.dist.backends.shm import futex, native
 from echelon.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from echelon.store import PrefixStore, StoreServer, TCPStore
 from tests.dist import contract
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 _POINT = importlib.metadata.EntryPoint(
     "store", "tests.dist.example_backend:create", registry.ENTRY_POINTS

@@ -16,7 +16,7 @@ import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.errors import CollectiveMismatchError, CollectiveTimeoutError
 from tests.dist.example_backend import StoreEngine
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ import pytest
 
 import echelon.dist as dist
 from echelon.errors import CollectiveError, CollectiveTimeoutError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _works(rank: int, world_size: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import echelon.dist as dist
 from tests.dist import oracle
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -11,7 +11,7 @@ import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.dist.backends.shm import native
 from tests.dist import contract, oracle
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -22,8 +22,8 @@ import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 from tests.dist.contract import store_of_world, wait_until
-from tests.moments import lived_s
-from tests.ranks import run_ranks
+from tests.support.moments import lived_s
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -30,8 +30,8 @@ from echelon.errors import (
 from echelon.recorder.continuation import BOARD, lost_notice
 from echelon.store import PrefixStore, StoreServer, TCPStore
 from tests.dist.test_group_state import Engine
-from tests.moments import lived_s
 from tests.store.relay import Relay
+from tests.support.moments import lived_s
 
 SUM = Operation("all_reduce", 7, timeout_s=1.0)
 BROKEN = ConnectionBroken("connection reset by peer")

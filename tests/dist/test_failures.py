@@ -20,8 +20,8 @@ from echelon.errors import (
     StoreTimeoutError,
 )
 from echelon.store import TCPStore
-from tests.moments import lived_s, once_inside
-from tests.ranks import run_ranks
+from tests.support.moments import lived_s, once_inside
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

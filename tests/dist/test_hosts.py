@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts, run_text_on
+from tests.support.hosts import hosts, needs_hosts, run_text_on
 
 _RANK = """
 import sys

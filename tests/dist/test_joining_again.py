@@ -13,8 +13,8 @@ import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.errors import CollectiveTimeoutError
 from echelon.store import StoreServer, TCPStore
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.support.ports import free_port
+from tests.support.ranks import run_ranks
 
 _ENGINES = ["native", "python", "gloo", "shm+gloo", "xccl"]
 _ROUNDS = 3

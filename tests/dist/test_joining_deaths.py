@@ -12,8 +12,8 @@ import pytest
 import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.errors import PeerLostError
-from tests.moments import lived_s
-from tests.ranks import run_ranks
+from tests.support.moments import lived_s
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

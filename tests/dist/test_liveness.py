@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts, run_text_on
+from tests.support.hosts import hosts, needs_hosts, run_text_on
 
 pytestmark = pytest.mark.netns
 
@@ -15,7 +15,7 @@ import os, pathlib, signal, sys, time
 import numpy as np
 import echelon.dist as dist
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
-from tests.moments import lived_s
+from tests.support.moments import lived_s
 
 def caught(call):
     began_s = lived_s()

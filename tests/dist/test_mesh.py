@@ -5,7 +5,7 @@ import pytest
 
 import echelon.dist as dist
 from echelon.dist.mesh import DeviceMesh
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import echelon.dist as dist
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ import pytest
 import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.errors import CollectiveError, CollectiveMismatchError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

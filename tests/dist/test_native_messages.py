@@ -16,7 +16,7 @@ from echelon.dist.backends.shm.faults import Fault
 from echelon.dist.operation.operation import ANY_SOURCE, OPERATIONS, Operation
 from echelon.errors import CollectiveError, CollectiveMismatchError
 from tests.dist.native_ranks import Ranks, Thread, barrier, recv, send, wait_until
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 FOREVER_S = 600.0
 LARGE = 50_000  # many times a ring

@@ -11,7 +11,7 @@ import pytest
 import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.errors import CollectiveError, CollectiveTimeoutError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 

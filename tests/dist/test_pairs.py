@@ -7,8 +7,8 @@ import pytest
 
 from echelon.errors import CollectiveTimeoutError
 from tests.dist import made_up
-from tests.moments import lived_s
-from tests.ranks import run_ranks
+from tests.support.moments import lived_s
+from tests.support.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 

@@ -15,7 +15,7 @@ import echelon.dist as dist
 from echelon.errors import CollectiveError
 from echelon.recorder.format.schema import Flag, State
 from echelon.recorder.read import read_ring
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

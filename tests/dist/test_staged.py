@@ -10,7 +10,7 @@ import pytest
 
 from echelon.errors import CollectiveMismatchError, CollectiveTimeoutError
 from tests.dist import contract, made_up, oracle
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 

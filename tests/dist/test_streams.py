@@ -15,8 +15,8 @@ import pytest
 import echelon.dist as dist
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from tests.dist import made_up
-from tests.moments import lived_s
-from tests.ranks import run_ranks
+from tests.support.moments import lived_s
+from tests.support.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 

@@ -21,7 +21,7 @@ from echelon.dist.backends import registry
 from echelon.dist.backends.shm import native
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from tests.dist import oracle
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

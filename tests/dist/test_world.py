@@ -13,8 +13,8 @@ import pytest
 
 import echelon.dist as dist
 from echelon.dist.membership.environment import Rendezvous
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.support.ports import free_port
+from tests.support.ranks import run_ranks
 
 
 def test_without_a_launcher_there_is_a_world_of_one(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tools.docs import examples
 
 # Examples that cannot run here, each with the reason.

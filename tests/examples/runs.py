@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.store import StoreServer
-from tests.programs import run_programs
+from tests.support.programs import run_programs
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.in_process import train, train_gpt
 from tests.examples.runs import read_log
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

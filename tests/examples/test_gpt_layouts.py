@@ -10,7 +10,7 @@ import echelon.dist as dist
 from echelon.tokens.prepare import prepare
 from echelon.tokens.tokenizer import make_tokenizer
 from tests.examples import layout_ranks
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 MASKED = {"mask_documents": True}

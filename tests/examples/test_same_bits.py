@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.examples.runs import EXAMPLES
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _run(rank, size, *arguments):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.launcher.background import Node
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 
 class Cluster:

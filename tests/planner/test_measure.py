@@ -8,7 +8,7 @@ import pytest
 
 from echelon.planner import measure
 from echelon.planner.machine import assumed, read_machine
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _measured(rank, world_size):

@@ -19,7 +19,7 @@ from echelon.recorder.clock import (
 )
 from echelon.recorder.read import read_ring
 from echelon.recorder.write.recorder import Recorder
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 S = 1_000_000_000
 

@@ -14,9 +14,9 @@ from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from echelon.store import StoreServer, TCPStore
 from echelon.store.client.channel import Channel
 from echelon.store.wire import protocol as p
-from tests.ports import free_port
 from tests.store.peers import Background, Raw, until
 from tests.store.relay import Relay
+from tests.support.ports import free_port
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 from echelon.store import TCPStore
 from echelon.store.wire import protocol as p
-from tests.ranks import run_ranks
 from tests.store.peers import Background, Raw, ours, until
+from tests.support.ranks import run_ranks
 
 
 def store_here(timeout_s: float = 20.0) -> TCPStore:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from echelon.store import StoreServer, TCPStore
-from tests.ranks import run_ranks
 from tests.store.histories import Operation, is_linearizable
 from tests.store.peers import PATIENCE_S, all_have_left
 from tests.store.relay import Relay
 from tests.store.test_histories import KINDS, operands_of, run_call
+from tests.support.ranks import run_ranks
 
 _NUM_CLIENTS = 3
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 from echelon.store import TCPStore
-from tests.ranks import run_ranks
 from tests.store.peers import Background, server_process, until
+from tests.support.ranks import run_ranks
 
 pytest.importorskip("torch")
 

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts, needs_wire
 from tests.store.peers import PATIENCE_S
+from tests.support.hosts import hosts, needs_hosts, needs_wire
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, needs_hosts, needs_wire]
 

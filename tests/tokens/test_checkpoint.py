@@ -9,7 +9,7 @@ import pytest
 import echelon.dist as dist
 from echelon.dist.checkpoint import load, save
 from echelon.tokens import Source, TokenLoader, TokenShards
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.tokens.texts import counting
 
 pytestmark = pytest.mark.ranks

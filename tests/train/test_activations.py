@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 import echelon.dist as dist  # noqa: E402
 from echelon.train.activations import checkpoint_activations, costly_operations  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 _MODES = [("none", 1), ("full", 1), ("full", 2), ("selective", 1), ("selective", 3)]
 

@@ -14,7 +14,7 @@ import echelon.dist as dist  # noqa: E402
 from echelon.errors import NonFiniteGradientError  # noqa: E402
 from echelon.train.finite import FiniteGuard, NonFinite  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 
 def _spoilt(model, value):

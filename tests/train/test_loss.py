@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 import echelon.dist as dist  # noqa: E402
 from echelon.train.loss import chunked_cross_entropy  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 _N, _C, _V = 23, 12, 37
 

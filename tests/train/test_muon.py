@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 import echelon.dist as dist  # noqa: E402
 from echelon.train.optimizers import Muon, matrix_groups, orthogonalize  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 _STEPS = 2
 _slow = pytest.mark.slow

@@ -31,7 +31,7 @@ from benchmarks.runner.options import resumable
 from benchmarks.runner.place import RESULTS, ROOT
 from benchmarks.same_bits.cells.plan import ENGINES, REFERENCE, Cell, cells
 from benchmarks.same_bits.cells.table import Record, has_ended, same_bits, table
-from tests.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import RanksFailedError, run_ranks
 from tests.train.same_bits.staged import train
 
 _MICRO_BATCHES = 9  # an incomplete tree, and uneven runs on 2, 4, 6 and 8 ranks

@@ -15,8 +15,8 @@ import pytest
 
 import echelon.dist as dist
 from echelon.errors import CollectiveTimeoutError, PeerLostError
-from tests.moments import once_inside
-from tests.ranks import run_ranks
+from tests.support.moments import once_inside
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 LAST = 400

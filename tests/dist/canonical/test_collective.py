@@ -11,7 +11,7 @@ import echelon.dist as dist
 from echelon.dist import canonical
 from echelon.dist.backends.shm import native
 from echelon.errors import CollectiveMismatchError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -13,7 +13,7 @@ import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import load, peek, save  # noqa: E402
 from echelon.dist.checkpoint.disk.folder import versions  # noqa: E402
 from echelon.errors import CheckpointError  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 
 def state_of(step, numel=1000):

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from echelon.dist.checkpoint import load, save  # noqa: E402
 from echelon.dist.checkpoint.disk.folder import newest, read_manifest  # noqa: E402
 from echelon.dist.checkpoint.disk.pattern import Pattern, pattern_of  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 

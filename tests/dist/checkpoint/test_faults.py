@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.dist.checkpoint.faults import KINDS, Case, audit, num_moments, run_cases
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 NEVER = 1 << 30

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import load, save  # noqa: E402
 from echelon.dist.fsdp import full_state_dict, fully_shard  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 gpu = [

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.hosts import hosts, needs_hosts, run_on
+from tests.support.hosts import hosts, needs_hosts, run_on
 
 pytestmark = [pytest.mark.netns, needs_hosts]
 _RANK = """

@@ -20,7 +20,7 @@ import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import load, save  # noqa: E402
 from echelon.dist.checkpoint.disk.folder import versions  # noqa: E402
 from echelon.errors import CheckpointError, EchelonError  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 STEPS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")

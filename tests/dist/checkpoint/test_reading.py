@@ -17,7 +17,7 @@ from echelon.dist.checkpoint.ranks import reading  # noqa: E402
 from echelon.dist.fsdp import fully_shard  # noqa: E402
 from echelon.dist.mesh import DeviceMesh  # noqa: E402
 from tests.dist.checkpoint.states import make, same  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 

@@ -15,7 +15,7 @@ import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import export, load, save  # noqa: E402
 from echelon.dist.checkpoint.disk.folder import newest, read_manifest, versions  # noqa: E402
 from echelon.errors import CheckpointError  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 

@@ -15,7 +15,7 @@ from echelon.dist.checkpoint.disk.folder import newest, read_manifest  # noqa: E
 from echelon.dist.fsdp import MixedPrecisionPolicy, full_state_dict, fully_shard  # noqa: E402
 from echelon.dist.mesh import DeviceMesh  # noqa: E402
 from tests.dist.checkpoint.states import batch, make, train  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 WORLDS = (1, 2, 3)

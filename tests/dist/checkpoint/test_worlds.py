@@ -13,7 +13,7 @@ import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import RandomState, load, save  # noqa: E402
 from echelon.dist.checkpoint.disk.folder import newest, read_manifest  # noqa: E402
 from tests.dist.checkpoint.states import make, same, train  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 SAVERS, LOADERS = (1, 2, 3), (1, 2, 4)

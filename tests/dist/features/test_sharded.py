@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.recorder.read import read_ring
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.ranks

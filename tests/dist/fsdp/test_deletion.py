@@ -17,7 +17,7 @@ from echelon.dist.fsdp import fully_shard, gradient_sync  # noqa: E402
 from echelon.dist.fsdp.parameters.member import member_of  # noqa: E402
 from echelon.dist.fsdp.parameters.unit import units_of  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 WIDTH = 48

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import echelon.dist as dist  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 STEPS = 3

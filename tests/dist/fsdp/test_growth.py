@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 import echelon.dist as dist  # noqa: E402
 from echelon.dist.fsdp import MixedPrecisionPolicy, fully_shard, gradient_sync  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 SIZES = (256, 64, 320, 128)  # units of 64 KiB to 160 KiB

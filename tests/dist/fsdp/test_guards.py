@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_before  # noqa: E402
 
 import echelon.dist as dist  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ from echelon.dist.fsdp import full_state_dict, fully_shard, shards
 from echelon.dist.fsdp.moving import move, near_size_in
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.train.same_bits import SameBits, fingerprint
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.train.same_bits.model import loss_of, make, shard
 
 pytestmark = pytest.mark.ranks

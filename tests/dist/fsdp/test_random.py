@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import echelon.dist as dist  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
 from tests.dist.fsdp.random_programs import Program  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 

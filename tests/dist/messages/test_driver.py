@@ -19,7 +19,7 @@ from echelon.dist.messages.driver import Driver
 from echelon.dist.messages.protocol import Protocol
 from echelon.dist.messages.transfer import Transfer
 from echelon.dist.operation.operation import ANY_SOURCE, Operation
-from tests.moments import lived_s
+from tests.support.moments import lived_s
 
 RING_BYTES = 5 * 64 * 100  # no power of two
 SLOT_BYTES = 4096

@@ -19,7 +19,7 @@ from echelon.dist.parallel import Plan, parallelize  # noqa: E402
 from echelon.errors import CollectiveError  # noqa: E402
 from echelon.train.models import Transformer  # noqa: E402
 from tests.dist.parallel.models import loss_of, make_batch, make_model  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 

@@ -12,7 +12,7 @@ import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import __main__ as command  # noqa: E402
 from echelon.dist.checkpoint import load, save  # noqa: E402
 from echelon.dist.pipeline import Pipeline, Stage, schedule, split  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 WIDTH = 6

@@ -13,7 +13,7 @@ from echelon.dist.backends import registry
 from echelon.dist.pipeline import Pipeline, Plan, Stage, schedule
 from echelon.dist.pipeline.plan.action import computations
 from tests.dist.pipeline.models import Reference, loss_fn, make_batch, make_stage, tie_of
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 WIDE = 1 << 18  # 1 MiB a row

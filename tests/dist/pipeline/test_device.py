@@ -20,7 +20,7 @@ from tests.dist.pipeline.models import (  # noqa: E402
     make_stage,
     tie_of,
 )
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 NAMES = (

@@ -17,7 +17,7 @@ from echelon.dist.mesh import DeviceMesh  # noqa: E402
 from echelon.dist.pipeline import Pipeline, Stage, schedule  # noqa: E402
 from echelon.dist.pipeline.execute.failure import end_groups  # noqa: E402
 from echelon.errors import CollectiveError  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 TIMEOUT_S = 600.0  # of the groups: no rank may wait for it

@@ -17,7 +17,7 @@ from tests.dist.pipeline.models import (
     plain_gradients,
     tie_of,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 NAMES = (

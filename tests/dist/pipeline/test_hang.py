@@ -4,7 +4,7 @@ import pytest
 
 from echelon.analysis.finding import Confidence
 from tests.analysis.imagined_job import Job
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 

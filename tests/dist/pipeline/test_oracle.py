@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import echelon.dist as dist  # noqa: E402
 from echelon.dist.pipeline import Pipeline, Stage, schedule  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 WIDTH, CLASSES, MICROBATCHES = 8, 5, 4

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import echelon.dist as dist  # noqa: E402
 from echelon.dist.fsdp import fully_shard, shards  # noqa: E402
 from echelon.dist.pipeline import Pipeline, Stage, schedule, split  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 NAMES = (

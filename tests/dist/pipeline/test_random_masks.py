@@ -18,7 +18,7 @@ import echelon.dist as dist  # noqa: E402
 from echelon.dist.pipeline import Pipeline, Stage, schedule  # noqa: E402
 from echelon.dist.pipeline.execute.stage import Stage as OneStage  # noqa: E402
 from echelon.dist.pipeline.plan.action import Kind, computations  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 WIDTH, MICROBATCHES = 16, 4

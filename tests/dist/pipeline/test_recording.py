@@ -14,7 +14,7 @@ from torch import nn
 import echelon.dist as dist
 from echelon.dist.pipeline import Pipeline, Stage, schedule
 from echelon.recorder.read import read_ring
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -13,7 +13,7 @@ from echelon.dist.pipeline import Pipeline, PlanError, Stage, schedule, split
 from echelon.dist.pipeline.execute.batch import check_batch
 from echelon.errors import CollectiveError
 from tests.dist.pipeline.models import Reference, loss_fn, make_batch, make_stage
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -11,7 +11,7 @@ from echelon.dist.pipeline import Pipeline, Stage, schedule, split
 from echelon.dist.pipeline.execute.agreement import check_shared
 from echelon.errors import CollectiveError
 from tests.dist.pipeline.models import loss_fn
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -22,7 +22,7 @@ from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import parse
 from echelon.store import StoreServer
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 _LOOK_S = 0.002
 _KILLED = -9

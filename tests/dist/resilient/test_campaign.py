@@ -15,7 +15,7 @@ import pytest
 
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.training import Kill, train
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.training import train, train_on_hosts
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -20,7 +20,7 @@ from echelon.dist.resilient.sharded import ShardedState
 from echelon.errors import CollectiveError
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.training import train
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 _LIMIT_S = 30.0
 

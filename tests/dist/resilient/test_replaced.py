@@ -12,7 +12,7 @@ from tests.dist.resilient.training import (
     Kill,
     train_replaced,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]  # loads torch in each process
 

@@ -22,7 +22,7 @@ from tests.dist.resilient.training import (
     train_on_hosts,
     train_replaced,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -17,7 +17,7 @@ from echelon.dist.resilient.training import replicated
 from echelon.errors import CollectiveError, PeerLostError
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.training import train
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

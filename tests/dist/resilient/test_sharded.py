@@ -20,7 +20,7 @@ from echelon.errors import CollectiveError
 from echelon.recorder.continuation import Epoch
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.training import train
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

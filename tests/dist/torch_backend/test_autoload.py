@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_echelon
+from tests.support.ranks import run_echelon
 
 pytestmark = pytest.mark.ranks
 

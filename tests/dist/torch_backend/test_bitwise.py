@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.dist import Options
 from tests.dist.torch_backend.model import Gpt, loss_of, optimizer_of, train_alone
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

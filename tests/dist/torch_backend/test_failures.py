@@ -23,8 +23,8 @@ from echelon.errors import (
     CollectiveTimeoutError,
     PeerLostError,
 )
-from tests.moments import lived_s
-from tests.ranks import run_ranks
+from tests.support.moments import lived_s
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

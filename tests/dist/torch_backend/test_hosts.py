@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts, run_text_on
+from tests.support.hosts import hosts, needs_hosts, run_text_on
 
 _RANK = """
 import os, signal, sys

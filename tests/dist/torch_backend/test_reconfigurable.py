@@ -20,7 +20,7 @@ import torch.distributed as dist
 from echelon.dist.torch_backend.reconfigurable import Reconfigurable, parse
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from echelon.store import TCPStore
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 _LIMIT_S = 100.0
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.recorder.format.schema import Flag, State
 from echelon.recorder.read import read_ring
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import echelon_torch_autoload
-from tests.ranks import run_echelon
+from tests.support.ranks import run_echelon
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.ranks

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from echelon.errors import CollectiveError, PeerLostError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 _EXAMPLE = Path(__file__).parents[3] / "examples" / "torchft_replica.py"
 _LIMIT_S = 300.0

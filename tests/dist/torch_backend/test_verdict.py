@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_echelon
+from tests.support.ranks import run_echelon
 
 pytestmark = pytest.mark.ranks
 

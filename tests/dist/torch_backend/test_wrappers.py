@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.dist.torch_backend.model import Gpt, loss_of, plain_optimizer_of, train_alone
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

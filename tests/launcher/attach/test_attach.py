@@ -24,8 +24,8 @@ from echelon.host.threads import threads
 from echelon.launcher.attach.look import keep, look
 from echelon.launcher.attach.ranks import numbered
 from echelon.launcher.attach.verdict import judge
-from tests.ranks import run_ranks
 from tests.recorder.conftest import wait_until
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.ranks,

@@ -19,7 +19,7 @@ from echelon.launcher.incident import verdicts
 from echelon.launcher.incident.explain import Explanation
 from echelon.recorder.continuation import BOARD
 from tests.launcher.coordinator.jobs import Job, JobStore
-from tests.ranks import read_json
+from tests.support.ranks import read_json
 
 
 @pytest.fixture

@@ -150,9 +150,7 @@ def test_a_program_that_hangs_is_ended_as_soon_as_its_verdict_is_known(job, caus
         ("shape_mismatch", "certain", ()),
     ],
 )
-def test_only_a_rank_that_certainly_cannot_save_gets_less_grace(
-    job, cause, confidence, hung
-):
+def test_only_a_rank_that_certainly_cannot_save_gets_less_grace(job, cause, confidence, hung):
     job.begin()
     job.explain(cause, confidence)
     job.stalls.step(1.0)

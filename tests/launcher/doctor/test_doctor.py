@@ -13,9 +13,9 @@ import pytest
 from echelon.launcher.control.messages import CheckIn
 from echelon.launcher.doctor import doctor
 from echelon.launcher.doctor.checkup import compare_versions
-from tests.hosts import hosts, needs_hosts
-from tests.ports import free_port
-from tests.ranks import run_echelon
+from tests.support.hosts import hosts, needs_hosts
+from tests.support.ports import free_port
+from tests.support.ranks import run_echelon
 
 
 def _deny(*_args, **_kwargs):

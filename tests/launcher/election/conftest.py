@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import hosts
 from tests.launcher.election.failing_over import FailingOver, WitnessProcess
+from tests.support.hosts import hosts
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from tests.hosts import Host
 from tests.launcher.background import Node
 from tests.launcher.cluster import Cluster
+from tests.support.hosts import Host
 
 _RANK = """
 import os, sys, time

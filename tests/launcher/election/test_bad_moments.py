@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from tests.hosts import needs_hosts
 from tests.launcher.background import WAIT_S
 from tests.launcher.election.failing_over import elastic
+from tests.support.hosts import needs_hosts
 
 pytestmark = [pytest.mark.netns, needs_hosts, pytest.mark.slow]
 

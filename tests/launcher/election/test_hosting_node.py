@@ -15,10 +15,10 @@ import time
 
 import pytest
 
-from tests.hosts import needs_hosts
 from tests.launcher.background import Node
 from tests.launcher.election.failing_over import elastic
-from tests.ranks import read_json
+from tests.support.hosts import needs_hosts
+from tests.support.ranks import read_json
 
 pytestmark = [pytest.mark.netns, needs_hosts]
 

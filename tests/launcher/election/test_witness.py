@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from tests.hosts import needs_hosts
 from tests.launcher.election.failing_over import FailingOver, elastic
+from tests.support.hosts import needs_hosts
 
 pytestmark = [pytest.mark.netns, needs_hosts]
 

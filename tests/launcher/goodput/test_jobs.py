@@ -13,7 +13,7 @@ from echelon.launcher.goodput.accounting import Category
 from echelon.launcher.goodput.facts import read_job
 from echelon.launcher.goodput.shares import shares
 from tests.launcher.background import WAIT_S, Node
-from tests.ranks import run_echelon
+from tests.support.ranks import run_echelon
 
 pytestmark = pytest.mark.ranks
 

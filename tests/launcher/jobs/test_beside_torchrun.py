@@ -22,7 +22,7 @@ from benchmarks.launcher import rendezvous
 from benchmarks.launcher import run as benchmark
 from echelon.launcher.control.client import METHOD
 from echelon.launcher.control.seal import NONCE_BYTES
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 

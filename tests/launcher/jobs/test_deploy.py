@@ -13,9 +13,9 @@ import pytest
 
 from tests.examples.runs import SMALL_MODEL
 from tests.launcher.cluster import Cluster
-from tests.machine import needs_machine
-from tests.ports import free_port
-from tests.ranks import read_json
+from tests.support.machine import needs_machine
+from tests.support.ports import free_port
+from tests.support.ranks import read_json
 
 pytestmark = pytest.mark.ranks
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from echelon.recorder.read import read
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 

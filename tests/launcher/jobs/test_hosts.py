@@ -7,9 +7,9 @@ import textwrap
 import pytest
 
 from echelon.recorder.read import read
-from tests.hosts import Host, hosts, needs_hosts
 from tests.launcher.background import Node
-from tests.ranks import read_json
+from tests.support.hosts import Host, hosts, needs_hosts
+from tests.support.ranks import read_json
 
 pytestmark = [pytest.mark.netns, needs_hosts]
 

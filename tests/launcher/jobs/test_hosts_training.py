@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.examples.runs import EXAMPLES, SMALL_MODEL, read_log
-from tests.hosts import Host, hosts, needs_hosts, needs_nft, needs_wire
 from tests.launcher.background import Node
 from tests.launcher.cluster import Cluster
-from tests.ranks import read_json
+from tests.support.hosts import Host, hosts, needs_hosts, needs_nft, needs_wire
+from tests.support.ranks import read_json
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.netns, needs_hosts]

@@ -19,7 +19,7 @@ import pytest
 
 from tests.examples.runs import EXAMPLES, INHERITED, SMALL_MODEL, launch
 from tests.launcher.cluster import left, marked
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

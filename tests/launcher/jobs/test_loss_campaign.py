@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.losses.job import reference, train
 from benchmarks.losses.plan import HOST, HOSTS, plan_of
-from tests.hosts import needs_hosts
+from tests.support.hosts import needs_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts
 from tests.launcher.background import WAIT_S, Node
+from tests.support.hosts import hosts, needs_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns, needs_hosts]
 

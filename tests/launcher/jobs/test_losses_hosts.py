@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts
 from tests.launcher.background import Node
-from tests.ranks import read_json
+from tests.support.hosts import hosts, needs_hosts
+from tests.support.ranks import read_json
 
 pytestmark = [pytest.mark.netns, needs_hosts]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.runs import SMALL_MODEL
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.launcher.background import Node
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launcher.background import Node
 from tests.launcher.cluster import Cluster
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 

@@ -17,7 +17,7 @@ from echelon.recorder.format.schema import Live
 from echelon.recorder.read import read
 from tests.launcher.background import Node
 from tests.launcher.cluster import left, marked
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 

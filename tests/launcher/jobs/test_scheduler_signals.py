@@ -11,8 +11,8 @@ import pytest
 
 from tests.launcher.background import WAIT_S, Node
 from tests.launcher.cluster import Cluster
-from tests.machine import needs_machine
-from tests.ranks import read_json
+from tests.support.machine import needs_machine
+from tests.support.ranks import read_json
 
 pytestmark = pytest.mark.ranks
 

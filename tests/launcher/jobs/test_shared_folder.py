@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echelon.launcher.job.rundir import RunDirectory, write_json
-from tests.ranks import read_json
+from tests.support.ranks import read_json
 
 _WRITERS, _ROUNDS = 4, 40
 

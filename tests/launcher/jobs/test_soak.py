@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.jobs import soak_rank
-from tests.machine import needs_machine, run_there
-from tests.ranks import read_json
+from tests.support.machine import needs_machine, run_there
+from tests.support.ranks import read_json
 
 pytestmark = [pytest.mark.netns, needs_machine]
 

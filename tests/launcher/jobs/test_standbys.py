@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.background import Node
-from tests.ranks import read_json
+from tests.support.ranks import read_json
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launcher.background import Node
 from tests.launcher.cluster import Cluster
-from tests.ranks import read_json
+from tests.support.ranks import read_json
 
 pytestmark = pytest.mark.ranks
 

@@ -10,9 +10,9 @@ import pytest
 
 from echelon.host.stacks import can_spy
 from echelon.launcher.incident.torch_dumps import TorchDump, dump_path, torch_environment
-from tests.hosts import hosts, needs_hosts
 from tests.launcher.background import Node
-from tests.ranks import read_json, run_echelon
+from tests.support.hosts import hosts, needs_hosts
+from tests.support.ranks import read_json, run_echelon
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.ranks

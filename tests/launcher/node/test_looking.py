@@ -24,8 +24,8 @@ from echelon.launcher.incident.harvest import harvest
 from echelon.launcher.incident.worker import Occasion, Worker
 from echelon.launcher.node.guard import Guard
 from tests.launcher.background import Node
-from tests.ranks import read_json
 from tests.recorder.conftest import wait_until
+from tests.support.ranks import read_json
 
 pytestmark = [
     pytest.mark.ranks,

@@ -12,7 +12,7 @@ from echelon.launcher.goodput.book import Book
 from echelon.launcher.job.report import Incident
 from echelon.launcher.notices.notice import Notices
 from echelon.launcher.notices.outside import Outside
-from tests.ranks import run_echelon
+from tests.support.ranks import run_echelon
 
 
 def test_an_incident_a_restart_and_the_end_are_notices(tmp_path):

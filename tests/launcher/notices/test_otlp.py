@@ -17,7 +17,7 @@ from echelon.launcher.goodput.facts import Job
 from echelon.launcher.notices.otlp import feed
 from echelon.launcher.notices.otlp.feed import Feed, why_not
 from echelon.launcher.options.options import parse
-from tests.ranks import run_echelon
+from tests.support.ranks import run_echelon
 
 DEADLINE_S = 120.0
 END = {

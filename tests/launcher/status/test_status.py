@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from echelon.launcher.status.status import newest_run, read_statuses, ring_paths
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from echelon.recorder.torch import spans
-from tests.ranks import run_echelon
+from tests.support.ranks import run_echelon
 
 _SAVE = """
 import os, sys

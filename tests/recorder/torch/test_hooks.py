@@ -16,7 +16,7 @@ import pytest
 import echelon_torch_autoload
 from echelon.recorder.format.schema import Flag, Live, State
 from echelon.recorder.read import read_ring
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.ranks

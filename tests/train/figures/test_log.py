@@ -11,7 +11,7 @@ import pytest
 from echelon.recorder.spent import spent
 from echelon.train.figures import FigureLog, read_figures
 from echelon.train.figures import file as file_module
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 class Clock:

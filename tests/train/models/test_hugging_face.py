@@ -26,7 +26,7 @@ from echelon.train.models.hugging_face import (
     writing,
 )
 from echelon.train.models.hugging_face.reading import config_of
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.train.models.hugging_face_ranks import (
     from_folder_through_layout,
     from_folder_to_shards,

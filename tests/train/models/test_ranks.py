@@ -13,7 +13,7 @@ from echelon.dist.checkpoint import load, save
 from echelon.dist.fsdp import full_state_dict, fully_shard
 from echelon.dist.pipeline import Pipeline, Stage
 from echelon.train.models import Transformer, make_stage, stage_ties
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.train.models.shapes import GPT2, LLAMA
 
 pytestmark = pytest.mark.ranks

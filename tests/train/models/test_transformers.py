@@ -14,7 +14,7 @@ import transformers
 
 from echelon.train.models import Transformer, llama
 from echelon.train.models.hugging_face import load_pretrained, read_config, save_pretrained
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.train.models.hugging_face_ranks import from_folder_to_shards
 
 LLAMA = {

@@ -27,7 +27,7 @@ from echelon.train.same_bits import (  # noqa: E402
 )
 from echelon.train.same_bits.gradients import _Sums  # noqa: E402
 from echelon.train.same_bits.micro_random import continued_random, random_state  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 from tests.train.same_bits import model as made  # noqa: E402
 
 ONE = {"rank": 0, "world_size": 1}

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from echelon.analysis.cli import main as analyze  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 from tests.train.same_bits.staged import WHOLE, Layout, train  # noqa: E402
 
 pytestmark = pytest.mark.ranks

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 from tests.train.same_bits import model as made  # noqa: E402
 
 pytestmark = pytest.mark.ranks

@@ -45,7 +45,7 @@ class PendingSave:
         return not self._thread.is_alive()
 
     @property
-    def age_s(self) -> float:
+    def _age_s(self) -> float:
         """How long ago the save began, in seconds."""
         return time.monotonic() - self._started_s
 
@@ -59,12 +59,12 @@ class PendingSave:
             CheckpointError: the save was not complete in time, or it failed.
             OSError: this rank could not write its part.
         """
-        limit_s = self._timeout_s + _GRACE_S - self.age_s if timeout_s is None else timeout_s
+        limit_s = self._timeout_s + _GRACE_S - self._age_s if timeout_s is None else timeout_s
         with span("checkpoint", f"wait for {self._path}"):
             self._thread.join(max(0.0, limit_s))
         if not self.done:
             raise CheckpointError(
-                (f"{self._path}: the checkpoint is still being saved after {self.age_s:.1f} s"),
+                (f"{self._path}: the checkpoint is still being saved after {self._age_s:.1f} s"),
                 path=self._path,
             )
         self._raised = True
@@ -91,7 +91,7 @@ def start(path: str, write: Callable[[float], None], timeout_s: float) -> Pendin
 
 def writing_s() -> float | None:
     """Return how long ago the save that is still being written began; None if there is none."""
-    return None if _current is None or _current.done else _current.age_s
+    return None if _current is None or _current.done else _current._age_s
 
 
 def finish(*, must_end: bool = True) -> Exception | None:

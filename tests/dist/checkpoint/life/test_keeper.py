@@ -18,7 +18,7 @@ from echelon.dist.checkpoint import Keeper, load, newest, peek, save  # noqa: E4
 from echelon.dist.checkpoint.disk import claim, files  # noqa: E402
 from echelon.dist.checkpoint.disk.source import Version  # noqa: E402
 from echelon.errors import CheckpointError  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 
 def state_at(step):

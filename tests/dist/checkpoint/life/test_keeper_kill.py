@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from echelon.dist.checkpoint import Keeper, load, newest  # noqa: E402
 from tests.dist.checkpoint.test_kill import act_at, die  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 BEST = 2

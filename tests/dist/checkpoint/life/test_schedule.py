@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import echelon.dist as dist
 from echelon.dist.checkpoint import SaveSchedule
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 class Clock:

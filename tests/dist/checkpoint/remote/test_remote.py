@@ -18,7 +18,7 @@ from echelon.dist.checkpoint import Keeper, load, newest, peek, save  # noqa: E4
 from echelon.dist.checkpoint.remote import store, version  # noqa: E402
 from echelon.dist.checkpoint.remote.store import Remote  # noqa: E402
 from echelon.errors import CheckpointError  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 CALLS = ("ls", "cat_file", "pipe_file", "put_file", "rm_file")
 

@@ -23,7 +23,7 @@ from echelon.launcher.options.options import parse
 from echelon.recorder.continuation import Epoch, Standing, State, begun_key, note_standing
 from tests.launcher.coordinator import jobs
 from tests.launcher.coordinator.jobs import JobStore
-from tests.ranks import read_json
+from tests.support.ranks import read_json
 
 _SIZE = 4
 

@@ -16,7 +16,7 @@ from echelon.launcher.doctor.pairwise.collective import run_options
 from echelon.launcher.doctor.pairwise.outcome import Outcome
 from echelon.launcher.doctor.pairwise.text import lines
 from echelon.launcher.doctor.probes.finding import Finding, State
-from tests.hosts import Host, hosts, needs_hosts, needs_wire
+from tests.support.hosts import Host, hosts, needs_hosts, needs_wire
 
 
 def _pair(latency_s=1e-4, sent=1e9, received=1e9):

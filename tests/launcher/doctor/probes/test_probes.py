@@ -15,7 +15,7 @@ from echelon.launcher.doctor.probes.finding import Finding, State, Task
 from echelon.launcher.doctor.probes.memory import LEAST_BYTES, judge
 from echelon.launcher.doctor.probes.pair import Listener, new_token, probe_pair
 from echelon.launcher.doctor.probes.storage import probe_storage
-from tests.hosts import needs_hosts
+from tests.support.hosts import needs_hosts
 
 _TOKEN = new_token()
 

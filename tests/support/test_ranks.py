@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import RanksFailedError, run_ranks
 
 
 def _identity(rank: int, world_size: int) -> tuple[int, int]:
@@ -65,8 +65,8 @@ def _tell_and_hang(rank: int, world_size: int, folder: str) -> None:
 
 _HUNG_TEST = """
 import sys
-from tests.ranks import _context, run_ranks
-from tests.test_ranks import _tell_and_hang
+from tests.support.ranks import _context, run_ranks
+from tests.support.test_ranks import _tell_and_hang
 if __name__ == "__main__":
     _context.set_forkserver_preload([])  # for the sake of time
     run_ranks(_tell_and_hang, 2, sys.argv[1], timeout_s=60)
@@ -76,7 +76,7 @@ if __name__ == "__main__":
 @pytest.mark.ranks
 def test_ranks_go_with_a_test_that_is_killed(tmp_path):
     test = subprocess.Popen(
-        [sys.executable, "-c", _HUNG_TEST, str(tmp_path)], cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", _HUNG_TEST, str(tmp_path)], cwd=Path(__file__).parents[2]
     )
     try:
         _until(lambda: len(list(tmp_path.iterdir())) == 2)

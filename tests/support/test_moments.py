@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 
-from tests.moments import lived_s, once_inside
+from tests.support.moments import lived_s, once_inside
 
 _SLEEPER = """
 import sys, time
-from tests.moments import lived_s
+from tests.support.moments import lived_s
 began_s, since_s = lived_s(), time.monotonic()
 print(flush=True)
 sys.stdin.readline()

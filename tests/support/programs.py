@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import _context, _die_with_the_test, _end
+from tests.support.ranks import _context, _die_with_the_test, _end
 
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")

@@ -38,7 +38,7 @@ _START_TIMEOUT_S = 300.0
 _STACKS_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.preloaded"])
+_context.set_forkserver_preload(["tests.support.preloaded"])
 
 
 class RanksFailedError(AssertionError):

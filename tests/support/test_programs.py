@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts, run_text_on
 from tests.launcher.cluster import left
+from tests.support.hosts import hosts, needs_hosts, run_text_on
 
 pytestmark = [pytest.mark.netns, needs_hosts]
 

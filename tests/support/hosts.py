@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import wire
-from tests.programs import run_programs
-from tests.wire import Wire
+from tests.support import wire
+from tests.support.programs import run_programs
+from tests.support.wire import Wire
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _numbers = itertools.count()
 
 
