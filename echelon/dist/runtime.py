@@ -354,6 +354,15 @@ def own_rank() -> int:
     return _need().rendezvous.rank
 
 
+def own_life() -> int:
+    """Return how many processes held this process's rank before in this attempt.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    return _need().rendezvous.life
+
+
 def job_store() -> TCPStore | MemoryStore:
     """Return this world's connection to the job's store.
 

@@ -46,6 +46,8 @@ class Epoch:
         withdraws: the earlier epoch whose admissions this epoch cancels, because ranks died before
             they joined; 0 if none. A rank that has not tried to meet in that epoch is not affected,
             and enters this epoch at the end of a step.
+        lives: how many processes held a rank before, as [rank, number], for ranks of the roster
+            that were replaced. A process that is cut off may outlive its replacement.
     """
 
     number: int
@@ -56,6 +58,11 @@ class Epoch:
     joins: tuple[int, ...] = ()
     dismissed: tuple[int, ...] = ()
     withdraws: int = 0
+    lives: tuple[tuple[int, int], ...] = ()
+
+    def life_of(self, rank: int) -> int:
+        """Return how many processes held a rank before the one that the epoch means."""
+        return dict(self.lives).get(rank, 0)
 
     def pack(self) -> str:
         """Return the epoch encoded as compact JSON."""
@@ -72,7 +79,9 @@ class Epoch:
             told = json.loads(text)
             names = ("roster", "lost", "done", "left", "joins", "dismissed")
             lists = {name: tuple(map(int, told[name])) for name in names}
-            return cls(number=int(told["number"]), withdraws=int(told["withdraws"]), **lists)
+            lives = tuple((int(rank), int(life)) for rank, life in told["lives"])
+            number, withdraws = int(told["number"]), int(told["withdraws"])
+            return cls(number=number, withdraws=withdraws, lives=lives, **lists)
         except (KeyError, TypeError) as err:
             raise ValueError(f"the text does not describe an epoch: {text[:80]!r}") from err
 

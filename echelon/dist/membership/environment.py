@@ -9,6 +9,7 @@
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | namespace of this attempt's keys |
 | ECHELON_ON_LOSS | "shrink" or "replace": when a rank dies, the launcher publishes the survivors |
 | ECHELON_JOIN_AFTER | this process takes a lost rank's place, in an epoch after the given one |
+| ECHELON_LIFE | how many processes of the attempt held this process's rank before |
 | ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |
 """
 
@@ -32,6 +33,7 @@ class Rendezvous:
     rank_0_hosts_store: bool = False
     namespace: str = ""
     join_after: int = -1  # of a process in the place of a lost rank: the newest epoch at its start
+    life: int = 0  # how many processes held this rank before
 
     @classmethod
     def from_environment(cls) -> Rendezvous:
@@ -62,6 +64,7 @@ class Rendezvous:
                 f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
             ),
             join_after=_number("ECHELON_JOIN_AFTER", -1),
+            life=_number("ECHELON_LIFE", 0),
         )
 
 

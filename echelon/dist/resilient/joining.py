@@ -123,5 +123,5 @@ def wait_until_admitted(epochs: Epochs, timeout_s: float = ADMITTED_S) -> Epoch:
         epoch = epochs.next(max(0.001, deadline_s - time.monotonic()))
         if own in epoch.dismissed:
             sys.exit(0)
-        if own in epoch.roster:
+        if own in epoch.roster and epoch.life_of(own) == runtime.own_life():
             return epoch

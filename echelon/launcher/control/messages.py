@@ -377,6 +377,8 @@ class Start:
     sights_ms: int = 0  # how often to report ranks that show nothing unusual; 0: at each look
     learns_limits: bool = True
     on_loss: str = "end"
+    join_after: int = -1  # the newest epoch, if the ranks replace those of a lost node
+    lives: list[int] = field(default_factory=list)  # of each rank then: how many processes before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,6 +418,7 @@ class Replace:
     attempt: int
     rank: int
     epoch: int  # the newest one: the process joins in a later one
+    life: int = 1  # how many processes held the rank before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ clock.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections import deque
@@ -109,8 +110,9 @@ class Coordinator:
             options, directory, meeting, report, terminal.say, self._note_continued
         )
         self._replacements = Replacements(
-            options, self._losses.admissions, send, terminal.say, report
-        )
+            options, self._losses.admissions, send, terminal.say, report,
+            free=self._free_nodes, start_joining=self._start_joining,
+        )  # fmt: skip
         # The end of a rank is known at the latest once its node counts as lost.
         dies_s = max(DIES_S, options.conf.lost_after_s + _LOOSE_S)
         self._hung = HungRanks(self._losses, send, terminal.say, dies_s)
@@ -246,7 +248,9 @@ class Coordinator:
             return
         if self._succession is not None:
             self._succession.admit(hello)
-        if self._world is not None:
+        if self._world is not None and self._replacements.is_busy:
+            self._say(f"node {hello.host} connected")  # it may take the place of a lost node
+        elif self._world is not None:
             self._say(f"node {hello.host} connected; it will join at the next restart")
         elif not is_host:
             here, needed = len(self._roster.nodes), self._options.min_nodes
@@ -500,7 +504,7 @@ class Coordinator:
                 Node(name=one.name, host=one.host, num_workers=one.num_workers)
                 for one in mandate.members
             ]
-            self._world, _ = self._world_of(members, mandate.attempt)
+            self._world = self._world_of(members, mandate.attempt)
             gone = [one.name for one in members if one.name not in holders]
             gone.sort(key=lambda name: name != inherited.former)  # the cause first
             for name in gone:
@@ -556,7 +560,10 @@ class Coordinator:
         for event in self._replacements.step(world, now_s, may_start=may_start):
             if isinstance(event, decide.JoinerAdmitted):
                 self._hung.forget(event.rank)
-                self._observers.tell(o.RankReplaced(attempt=world.number, rank=event.rank))
+                replaced = o.RankReplaced(
+                    attempt=world.number, rank=event.rank, host=world.host_of(event.rank)
+                )
+                self._observers.tell(replaced)
                 self._begin_again(world)
             self._decide(world, event)
 
@@ -626,18 +633,13 @@ class Coordinator:
         )
 
     def _begin(self, nodes: Sequence[Node]) -> None:
-        self._world, firsts = self._world_of(nodes, self._numbers)
+        self._world = self._world_of(nodes, self._numbers)
         self._latest = self._numbers
         self._numbers += 1
         if self._succession is not None:
             self._succession.begin(nodes)
-        starts = starts_of(
-            self._world, nodes, firsts, self._options, self._meeting,
-            job_id=self._report.job_id, restart=self._report.attempts,
-            resume=self._resume_path(), history=self._restarting.history(),
-        )  # fmt: skip
-        for node, start in zip(nodes, starts, strict=True):
-            self._send(node.name, start)
+        for node, start in self._starts(self._world).items():
+            self._send(node, start)
         self._observers.tell(
             o.AttemptBegan(
                 attempt=self._world.number,
@@ -646,14 +648,36 @@ class Coordinator:
             )
         )
 
+    def _starts(self, world: World) -> dict[str, m.Start]:
+        """Return the command that starts the ranks of each node of a world."""
+        starts = starts_of(
+            world, self._options, self._meeting,
+            job_id=self._report.job_id, restart=self._report.attempts,
+            resume=self._resume_path(), history=self._restarting.history(),
+        )  # fmt: skip
+        return dict(zip(world.nodes, starts, strict=True))
+
+    def _free_nodes(self) -> list[Node]:
+        """Return the connected nodes that run no ranks of the current world and may run some."""
+        world = self._world
+        if world is None:
+            return []
+        taken = {*world.nodes, *world.leaving, *self._roster.avoided}
+        return [node for node in self._roster.nodes if node.name not in taken]
+
+    def _start_joining(self, world: World, node: str, epoch: int, lives: Sequence[int]) -> None:
+        """Start processes on a node that replace its ranks, which another node has lost."""
+        start = self._starts(world)[node]
+        self._send(node, dataclasses.replace(start, join_after=epoch, lives=list(lives)))
+
     def _resume_path(self) -> str:
         found = self._search.found
         return "" if found is None else found.path
 
-    def _world_of(self, nodes: Sequence[Node], number: int) -> tuple[World, list[int]]:
-        world, firsts = world_of(nodes, number, self._options, self._lived_ns())
+    def _world_of(self, nodes: Sequence[Node], number: int) -> World:
+        world = world_of(nodes, number, self._options, self._lived_ns())
         self._report.world_size = world.size
-        return world, firsts
+        return world
 
     def _act(self, world: World, action: decide.Action) -> None:
         if isinstance(action, decide.StopWorkers):

@@ -70,6 +70,7 @@ class RankReplaced:
 
     attempt: int
     rank: int
+    host: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

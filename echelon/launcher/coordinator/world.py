@@ -84,8 +84,8 @@ class World:
         stall_timeout_s: float,
         report_s: float = 0.0,
         now_mono_ns: int | None = None,
-    ) -> tuple[World, list[int]]:
-        """Return the attempt on the given nodes, and the first rank of each node.
+    ) -> World:
+        """Return the attempt on the given nodes.
 
         Args:
             nodes: the nodes in rank order.
@@ -96,7 +96,7 @@ class World:
         now_mono_ns = time.monotonic_ns() if now_mono_ns is None else now_mono_ns
         counts = [node.num_workers for node in nodes]
         firsts = [sum(counts[:i]) for i in range(len(nodes))]
-        world = cls(
+        return cls(
             number=number,
             attempt=decide.Attempt(sum(counts), grace_s=grace_s, stop_on_stall=stop_on_stall),
             rule=StallRule(stall_timeout_s, now_mono_ns),
@@ -107,7 +107,6 @@ class World:
             hosts={node.name: node.host for node in nodes},
             limits=LimitRule(report_s),
         )
-        return world, firsts
 
     @property
     def size(self) -> int:
@@ -177,6 +176,15 @@ class World:
     def admit(self, rank: int) -> tuple[Ended, int]:
         """Count a lost rank as running again; return the values to pass to `take_back`."""
         return self.ended.pop(rank), self.published.pop(rank)
+
+    def move_ranks(self, lost: str, node: Node) -> None:
+        """Let another node run the ranks of a lost node."""
+        names = {name: node.name if name == lost else name for name in self.nodes}
+        self.nodes = {names[name]: ranks for name, ranks in self.nodes.items()}
+        self.hosts[node.name] = node.host
+        self.lost = [name for name in self.lost if name != lost]
+        self._views.pop(lost, None)
+        self._node_of.clear()
 
     def take_back(self, rank: int, ended: Ended, epoch: int) -> None:
         """Count a rank as lost again after `admit` counted it as running."""

@@ -123,7 +123,8 @@ class Book:
                 attempt.failed_ns = now
         elif isinstance(happening, o.RankReplaced):
             if happening.rank in attempt.runs:
-                attempt.runs[happening.rank].ended_ns = None
+                run = attempt.runs[happening.rank]
+                run.ended_ns, run.host = None, happening.host
         elif isinstance(happening, o.IncidentBegan):
             attempt.reason = happening.reason
             if happening.kind == "stall":

@@ -27,7 +27,7 @@ A worker inherits the launcher's own environment, with these variables set:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.host.accelerators import visible_to
@@ -39,6 +39,7 @@ _OURS_ALONE = (
     "ECHELON_TORCH_BACKEND",
     "ECHELON_ON_LOSS",
     "ECHELON_JOIN_AFTER",
+    "ECHELON_LIFE",
     "ECHELON_MODULES_FILE",
     "ECHELON_STANDBY",
     "ECHELON_STANDBY_FD",
@@ -68,7 +69,8 @@ class Attempt:
     torch_backend: str = ""
     resume: str = ""  # the newest committed checkpoint
     on_loss: str = "end"
-    join_after: int = -1  # the newest epoch, for a process in the place of a lost rank
+    join_after: int = -1  # the newest epoch, for processes in the places of lost ranks
+    lives: Mapping[int, int] = field(default_factory=dict)  # of these ranks: processes before
     lists_modules: bool = False  # for the standbys of later attempts
 
     @property
@@ -124,6 +126,7 @@ def worker_environment(
         env["ECHELON_ON_LOSS"] = attempt.on_loss
     if attempt.join_after >= 0:
         env["ECHELON_JOIN_AFTER"] = str(attempt.join_after)
+        env["ECHELON_LIFE"] = str(attempt.lives.get(rank, 0))
     if attempt.lists_modules:
         env["ECHELON_MODULES_FILE"] = str(rank_dir / MODULES)
     if attempt.torch_backend:

@@ -238,7 +238,8 @@ class NodeAgent:
             return
         self._num_replaced += 1
         self._set_aside(old)
-        joins = dataclasses.replace(shared, join_after=command.epoch)
+        lives = {command.rank: command.life}
+        joins = dataclasses.replace(shared, join_after=command.epoch, lives=lives)
         try:
             self._launch(start, joins, local_rank)
         except LaunchError as err:
@@ -774,6 +775,8 @@ class NodeAgent:
             torch_backend=command.torch_backend,
             resume=command.resume,
             on_loss=command.on_loss,
+            join_after=command.join_after,
+            lives=dict(zip(ranks, command.lives, strict=False)),
             lists_modules=self._options.standby > 0,
         )
 

@@ -76,7 +76,7 @@ class Agent:
         self._size = world_size
         options = parse([*argv, "--on-loss", on_loss, "--no-python", "true"], {})
         node = Node(name=options.node_name, host="here", num_workers=world_size)
-        self._world, _ = World.of(
+        self._world = World.of(
             [node], number=0, grace_s=1.0, stop_on_stall=False, stall_timeout_s=60.0
         )
         directory = RunDirectory(folder, "")
@@ -159,8 +159,9 @@ class Agent:
         del self.pids[rank]
         (self._folder / f"{rank}.pid").unlink()
         folder = self._folder / f"rank_{rank}"
-        (folder / "attempt_0").rename(folder / f"lost_{len(list(folder.glob('lost_*')))}")
-        self.lost[rank].put(self._losses.admissions.begin(rank))
+        life = 1 + len(list(folder.glob("lost_*")))
+        (folder / "attempt_0").rename(folder / f"lost_{life}")
+        self.lost[rank].put(self._losses.admissions.begin(rank, life))
 
 
 def introduce(folder: Path, rank: int) -> None:
@@ -208,7 +209,7 @@ def run_replaced(
     def live(ranks: list[int], life: int, newest: int | None = None) -> list[Any]:
         environ = {"ECHELON_ON_LOSS": "replace"}
         if newest is not None:
-            environ["ECHELON_JOIN_AFTER"] = str(newest)
+            environ |= {"ECHELON_JOIN_AFTER": str(newest), "ECHELON_LIFE": str(life)}
         mine = {rank: lives[rank][life] if rank in lives else whole for rank in ranks}
         codes = {one: _KILLED for one in ranks if one in lives and life + 1 < len(lives[one])}
         return run_ranks(

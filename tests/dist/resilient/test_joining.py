@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import echelon.dist as dist
+from echelon.dist import runtime
 from echelon.dist.backends.interface import Members
 from echelon.dist.membership.absent import AbsentEngine
 from echelon.dist.resilient.epochs import Superseded
-from echelon.dist.resilient.joining import JoinDue, Joins
+from echelon.dist.resilient.joining import JoinDue, Joins, wait_until_admitted
 from echelon.dist.resilient.kept import KeptState
 from echelon.dist.resilient.training.replicated import Training
 from echelon.dist.resilient.training.world import World
@@ -173,3 +174,29 @@ def test_a_rank_knows_which_epoch_it_goes_to_before_it_meets_the_others(training
     monkeypatch.setattr(training._epochs, "next", lambda _: _EPOCH)
     assert training._next_epoch(JoinDue("x", operation="join"), 1.0) is _EPOCH
     assert training._joins.entered == _EPOCH.number
+
+
+@pytest.mark.parametrize(("lives", "is_meant"), [((), True), (((0, 1),), False), (((1, 2),), True)])
+def test_a_rank_whose_place_another_process_has_taken_does_not_continue(
+    training, monkeypatch, lives, is_meant
+):
+    """It was cut off and did not see the epoch without it."""
+    epoch = Epoch(number=2, roster=(0, 1), lost=(), lives=lives)
+    monkeypatch.setattr(training._epochs, "next", lambda _: epoch)
+    err = PeerLostError("x", operation="barrier", ranks=(1,))
+    if is_meant:
+        assert training._next_epoch(err, 1.0) is epoch
+        return
+    with pytest.raises(PeerLostError, match="another process has taken the place of rank 0"):
+        training._next_epoch(err, 1.0)
+
+
+def test_a_process_that_waits_to_join_ignores_epochs_that_mean_another_one(training, monkeypatch):
+    monkeypatch.setattr(runtime, "own_life", lambda: 2)
+    epochs = [
+        Epoch(number=n, roster=(0, 1), lost=(), joins=(0,), lives=((0, life),))
+        for n, life in ((3, 1), (5, 2))
+    ]
+    left = iter(epochs)
+    monkeypatch.setattr(training._epochs, "next", lambda _: next(left))
+    assert wait_until_admitted(training._epochs) is epochs[1]

@@ -39,7 +39,7 @@ class _Job:
         self.hung_ranks: tuple[int, ...] = ()
         self.said = ""
         node = Node(name="a", host="a", num_workers=2)
-        self.world, _ = World.of(
+        self.world = World.of(
             [node], number=0, grace_s=1.0, stop_on_stall=True, stall_timeout_s=10.0
         )
         self.incident = Incident(Path("incident_0"), "stall", 0, "slow")

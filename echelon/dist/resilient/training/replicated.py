@@ -245,6 +245,9 @@ class Training(Generic[_T]):
         except StoreError as none:
             why = f"the launcher has not published which ranks continue: {none}"
             raise _unrepeated(err, why) from err
+        own = runtime.own_rank()
+        if own in epoch.roster and epoch.life_of(own) != runtime.own_life():
+            raise _unrepeated(err, f"another process has taken the place of rank {own}")
         self._joins.entered = epoch.number
         return epoch
 

@@ -12,10 +12,8 @@ from echelon.launcher.coordinator.world import World
 from echelon.launcher.options.options import Options
 
 
-def world_of(
-    nodes: Sequence[Node], number: int, options: Options, now_mono_ns: int
-) -> tuple[World, list[int]]:
-    """Return a new attempt on the given nodes, and the first rank of each node.
+def world_of(nodes: Sequence[Node], number: int, options: Options, now_mono_ns: int) -> World:
+    """Return a new attempt on the given nodes.
 
     Args:
         nodes: the nodes in rank order.
@@ -34,8 +32,6 @@ def world_of(
 
 def starts_of(
     world: World,
-    nodes: Sequence[Node],
-    firsts: Sequence[int],
     options: Options,
     meeting: MeetingPlace,
     *,
@@ -44,10 +40,9 @@ def starts_of(
     resume: str = "",
     history: str = "",
 ) -> list[m.Start]:
-    """Return the start commands for the nodes of a world, in the order of `nodes`.
+    """Return the start commands for the nodes of a world, in the order of the nodes.
 
     Args:
-        firsts: the first rank of each node.
         restart: how many worlds have ended.
         resume: the job's newest committed checkpoint; "" if there is none.
         history: how the earlier attempts ended, as JSON.
@@ -59,19 +54,19 @@ def starts_of(
             max_restarts=options.max_restarts,
             job_id=job_id,
             world_size=world.size,
-            first_rank=first,
-            num_workers=node.num_workers,
+            first_rank=ranks.start,
+            num_workers=len(ranks),
             node_rank=index,
-            num_nodes=len(nodes),
+            num_nodes=len(world.nodes),
             master_addr=meeting.host,
             master_port=meeting.port,
             stall_timeout_ms=int(options.stall_timeout_s * 1000),
             torch_backend=options.torch_backend,
             resume=resume,
             history=history,
-            sights_ms=int(1000 * beat_s(len(nodes), options.conf.lost_after_s)),
+            sights_ms=int(1000 * beat_s(len(world.nodes), options.conf.lost_after_s)),
             learns_limits=options.learned_limits == "on",
             on_loss=options.on_loss,
         )
-        for index, (node, first) in enumerate(zip(nodes, firsts, strict=True))
+        for index, ranks in enumerate(world.nodes.values())
     ]

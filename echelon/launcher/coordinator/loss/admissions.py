@@ -33,9 +33,14 @@ class Admissions:
         """Forget all admissions, because another attempt begins."""
         self._joining.clear()
 
-    def begin(self, rank: int) -> int:
-        """Prepare for a new process that replaces a rank; return the newest epoch's number."""
+    def begin(self, rank: int, life: int) -> int:
+        """Prepare for a new process that replaces a rank; return the newest epoch's number.
+
+        Args:
+            life: how many processes held the rank before.
+        """
         self._reports.forget(rank)
+        self._epochs.lives[rank] = life
         return self._epochs.number
 
     def waiting(self, world: World) -> list[int]:

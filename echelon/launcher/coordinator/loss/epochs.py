@@ -20,6 +20,7 @@ class PublishedEpochs:
         awaited: the newest epoch, if not all of its ranks have reported yet.
         lost: the ranks that are lost in the newest epoch.
         left: the ranks that ended on their own before their last step.
+        lives: how many processes held each replaced rank before.
         first_lost_ns: the time of the first loss since the last complete epoch, in ns.
     """
 
@@ -33,6 +34,7 @@ class PublishedEpochs:
         self.awaited: Epoch | None = None
         self.lost: list[int] = []
         self.left: list[int] = []
+        self.lives: dict[int, int] = {}
         self.first_lost_ns = 0
 
     def publish(
@@ -48,15 +50,17 @@ class PublishedEpochs:
         """Publish the remaining ranks; return "" on success, or else the reason for the failure."""
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}
+        roster = tuple(one for one in range(world.size) if one not in gone)
         epoch = Epoch(
             number=self.number + 1,
-            roster=tuple(one for one in range(world.size) if one not in gone),
+            roster=roster,
             lost=tuple(sorted(lost)),
             done=tuple(sorted(done)),
             left=tuple(sorted(self.left)),
             joins=tuple(sorted(joins)),
             dismissed=tuple(sorted(dismissed)),
             withdraws=withdraws,
+            lives=tuple((one, self.lives[one]) for one in roster if one in self.lives),
         )
         try:
             self._meeting.publish(epoch_key(epoch.number), epoch.pack())

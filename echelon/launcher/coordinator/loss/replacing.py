@@ -2,9 +2,15 @@
 
 The other ranks do not wait: they continue among themselves as under `--on-loss shrink`. A new
 process starts once the incident of the loss has been collected, from a standby on the rank's node
-if a standby is ready. The process loads the program and reports that it has no state yet
-(`State.JOINING`). It is then admitted by a separate epoch, which the other ranks enter at the end
-of a step. Until then, the process is not a rank, and the other ranks are not affected if it ends.
+if a standby is ready. If the node was lost, another node that runs no ranks takes the place of all
+its ranks: a spare node, or one that connects later. The process loads the program and reports that
+it has no state yet (`State.JOINING`). It is then admitted by a separate epoch, which the other
+ranks enter at the end of a step. Until then, the process is not a rank, and the other ranks are not
+affected if it ends.
+
+[Note: two processes of one rank] A node that is cut off may still run its ranks when others take
+their places. Epochs therefore say which process they mean, by how many processes held the rank
+before (`Epoch.lives`). A process that reads that it has been replaced ends with an error.
 
 [Note: no endless replacement] `--max-replacements` limits the number of replacement processes in a
 job. If a process ends on its own before it has joined, another process would end in the same way,
@@ -21,6 +27,7 @@ from enum import Enum
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.gathering.roster import Node
 from echelon.launcher.coordinator.loss.admissions import Admissions
 from echelon.launcher.coordinator.loss.losses import LOST, named
 from echelon.launcher.coordinator.world import World
@@ -64,6 +71,9 @@ class Replacements:
         send: a function that sends a command to a node.
         say: a function that prints a line.
         report: the job's report, to which each rank that is not replaced is added.
+        free: a function that returns the connected nodes that run no ranks.
+        start_joining: a function that starts the ranks of a node as replacements, given the world,
+            the node's name, the newest epoch, and how many processes held each rank before.
         joins_s: how long an admitted process may take to join, once other ranks wait for it.
     """
 
@@ -74,6 +84,9 @@ class Replacements:
         send: Callable[[str, m.Command], None],
         say: Callable[[str], None],
         report: Report,
+        *,
+        free: Callable[[], Sequence[Node]],
+        start_joining: Callable[[World, str, int, Sequence[int]], None],
         joins_s: float = JOINS_S,
     ) -> None:
         self._is_on = options.on_loss == REPLACE
@@ -82,16 +95,19 @@ class Replacements:
         self._send = send
         self._say = say
         self._report = report
+        self._free = free
+        self._start_joining = start_joining
         self._joins_s = joins_s
         self._num_started = 0  # in this job
         self._attempt = -1
         self._places: dict[int, _Place] = {}
         self._numbers: dict[int, int] = {}  # of processes started for each rank in this attempt
+        self._vacant: dict[str, int] = {}  # lost nodes that wait for another one; their ranks
 
     @property
     def is_busy(self) -> bool:
-        """Whether any process has yet to start or to join."""
-        return bool(self._places)
+        """Whether any process has yet to join, or could be started now."""
+        return bool(self._places) or any(self._fitting(num) for num in self._vacant.values())
 
     def deadline_s(self) -> float:
         """Return the time by which `step` must be called."""
@@ -107,10 +123,11 @@ class Replacements:
         if world.number != self._attempt:
             self._attempt = world.number
             self._places.clear()
+            self._vacant.clear()
             self._numbers.clear()
 
     def note_lost(self, world: World, ended: Mapping[int, int]) -> None:
-        """Plan a replacement process for each lost rank whose node is still connected.
+        """Plan a replacement process for each lost rank, on another node if its node was lost.
 
         Args:
             ended: the exit codes of the lost ranks, keyed by rank.
@@ -118,16 +135,33 @@ class Replacements:
         self._follow(world)
         if not self._is_on:
             return
-        absent = [rank for rank in ended if world.node_of(rank) not in world.present]
-        self._give_up(world, absent, "its node was lost")
+        absent = {world.node_of(rank) for rank in ended}.difference(world.present)
+        for node in absent:
+            self._vacate(world, node)
         for rank, code in ended.items():
-            if rank in absent:
+            if world.node_of(rank) in absent:
                 continue
             self._places.pop(rank, None)
             if code < 0:
                 self._places[rank] = _Place()
             else:  # it was to join, and failed
                 self._give_up(world, [rank], f"its replacement {decide.describe_code(code)}")
+
+    def _vacate(self, world: World, node: str) -> None:
+        """Let the ranks of a lost node wait for another node, if there is none yet."""
+        ranks = world.nodes[node]
+        for rank in ranks:
+            self._places.pop(rank, None)
+        if node in self._vacant:
+            return
+        self._vacant[node] = len(ranks)
+        if self._fitting(len(ranks)) is None:
+            lost = [rank for rank in ranks if rank in world.ended]
+            self._give_up(world, lost, "the node was lost, and no other node is free")
+
+    def _fitting(self, num_ranks: int) -> Node | None:
+        """Return a free node that can run the given number of ranks, or None."""
+        return next((node for node in self._free() if node.num_workers >= num_ranks), None)
 
     def _give_up(
         self, world: World, ranks: Sequence[int], why: str, line: str | None = None
@@ -139,11 +173,19 @@ class Replacements:
         """
         for rank in ranks:
             self._places.pop(rank, None)
+            self._forget_given_up(world, [rank])  # for another reason
             entry = {"attempt": world.number, "rank": rank, "why": why}
             self._report.not_replaced.append(entry)
         if ranks:
             verb = "is" if len(ranks) == 1 else "are"
             self._say(line or f"{named(ranks)} {verb} not replaced: {why}")
+
+    def _forget_given_up(self, world: World, ranks: Sequence[int]) -> None:
+        self._report.not_replaced = [
+            one
+            for one in self._report.not_replaced
+            if one["attempt"] != world.number or one["rank"] not in ranks
+        ]
 
     def set_aside(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the lost ranks whose folders must be set aside for new processes.
@@ -162,11 +204,14 @@ class Replacements:
         stage = self._places.pop(rank).stage
         if stage is not _Stage.STARTED or world.attempt.phase is not decide.Phase.RUNNING:
             return decide.JoinerEnded(rank)
-        how = "was lost with its node" if code == LOST else decide.describe_code(code)
+        if code == LOST:
+            self._vacate(world, world.node_of(rank))
+            return decide.JoinerEnded(rank)
+        how = decide.describe_code(code)
         line = f"the replacement of rank {rank} {how} before it joined"
         if error:
             self._give_up(world, [rank], f"no process could be started: {error}")
-        elif code < 0 and code != LOST:
+        elif code < 0:
             self._say(line)
             self._places[rank] = _Place()
         else:
@@ -176,7 +221,7 @@ class Replacements:
     def step(self, world: World, now_s: float, *, may_start: bool) -> list[decide.Event]:
         """Start, admit or kill processes as needed; return events for the attempt."""
         self._follow(world)
-        if not self._places or world.attempt.phase is not decide.Phase.RUNNING:
+        if not self.is_busy or world.attempt.phase is not decide.Phase.RUNNING:
             return []
         self._forget_lost_nodes(world)
         events = self._watch(world, now_s)
@@ -186,13 +231,43 @@ class Replacements:
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
-        """Give up replacing ranks whose nodes were lost before a process was started."""
-        wanted = self._at(_Stage.WANTED)
-        gone = [rank for rank in wanted if world.node_of(rank) not in world.present]
-        self._give_up(world, gone, "its node was lost")
+        """Let ranks whose nodes were lost before a process was started wait for other nodes."""
+        nodes = {world.node_of(rank) for rank in self._at(_Stage.WANTED)}
+        for node in nodes.difference(world.present):
+            self._vacate(world, node)
+
+    def _start_elsewhere(self, world: World, now_s: float) -> list[decide.Event]:
+        """Start the ranks of lost nodes on free ones."""
+        events: list[decide.Event] = []
+        for lost, num_ranks in list(self._vacant.items()):
+            node = self._fitting(num_ranks)
+            if node is None:
+                continue
+            del self._vacant[lost]
+            if self._num_started + num_ranks > self._max:
+                why = f"--max-replacements allows {self._max} in a job"
+                self._give_up(world, world.nodes[lost], why)
+                continue
+            self._num_started += num_ranks
+            events += self._move(world, lost, node, now_s)
+        return events
+
+    def _move(self, world: World, lost: str, node: Node, now_s: float) -> list[decide.Event]:
+        """Start the ranks of a lost node on another one."""
+        ranks, former = world.nodes[lost], world.hosts[lost]
+        world.move_ranks(lost, node)
+        self._forget_given_up(world, ranks)
+        epoch = 0
+        for rank in ranks:
+            self._numbers[rank] = self._numbers.get(rank, 0) + 1
+            self._places[rank] = _Place(_Stage.STARTED, now_s + STARTS_S)
+            epoch = self._admissions.begin(rank, self._numbers[rank])
+        self._start_joining(world, node.name, epoch, [self._numbers[rank] for rank in ranks])
+        self._say(f"node {node.host} takes the place of lost node {former} with {named(ranks)}")
+        return [decide.JoinerStarted(rank) for rank in ranks]
 
     def _start(self, world: World, now_s: float) -> list[decide.Event]:
-        events: list[decide.Event] = []
+        events = self._start_elsewhere(world, now_s)
         for rank in self._at(_Stage.WANTED):
             if self._num_started >= self._max:
                 why = f"--max-replacements allows {self._max} in a job"
@@ -201,8 +276,9 @@ class Replacements:
             self._num_started += 1
             self._numbers[rank] = self._numbers.get(rank, 0) + 1
             self._places[rank] = _Place(_Stage.STARTED, now_s + STARTS_S)
-            epoch = self._admissions.begin(rank)
-            replace = m.Replace(attempt=world.number, rank=rank, epoch=epoch)
+            life = self._numbers[rank]
+            epoch = self._admissions.begin(rank, life)
+            replace = m.Replace(attempt=world.number, rank=rank, epoch=epoch, life=life)
             self._send(world.node_of(rank), replace)
             events.append(decide.JoinerStarted(rank))
         return events
@@ -278,6 +354,7 @@ class Replacements:
             ranks: the ranks of the processes to dismiss. Some of these processes may have ended
                 already.
         """
+        self._vacant.clear()
         for rank in self._at(_Stage.WANTED):
             del self._places[rank]
         ranks = [rank for rank in ranks if rank in self._places]

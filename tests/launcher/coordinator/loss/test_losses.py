@@ -56,7 +56,7 @@ class _Job:
 
     def begin(self, attempt: int) -> None:
         node = Node(name=self._node, host="here", num_workers=_SIZE)
-        self.world, _ = World.of(
+        self.world = World.of(
             [node], number=attempt, grace_s=1.0, stop_on_stall=False, stall_timeout_s=60.0
         )
         for rank in range(_SIZE):

@@ -50,11 +50,11 @@ class _Job:
         self.losses = Losses(options, self.directory, self.store, self.report, self.said.append)
         self.replacements = Replacements(
             options, self.losses.admissions, lambda _, command: self.sent.append(command),
-            self.said.append, self.report, joins_s=5.0,
+            self.said.append, self.report, joins_s=5.0, free=list, start_joining=print,
         )  # fmt: skip
         node = Node(name=options.node_name, host="here", num_workers=_SIZE)
         self.node = node.name
-        self.world, _ = World.of(
+        self.world = World.of(
             [node], number=0, grace_s=1.0, stop_on_stall=False, stall_timeout_s=60.0
         )
         for rank in range(_SIZE):
@@ -127,7 +127,7 @@ def test_a_lost_rank_is_replaced_once_its_incident_is_collected(job):
     assert job.sent == [m.Replace(attempt=0, rank=1, epoch=1)]
     assert job.world.attempt.running == (0, 1, 2)
     job.step()
-    assert job.newest == Epoch(number=2, roster=(0, 1, 2), lost=(), joins=(1,))
+    assert job.newest == Epoch(number=2, roster=(0, 1, 2), lost=(), joins=(1,), lives=((1, 1),))
     assert 1 not in job.world.ended
     assert job.replacements.is_busy
     for rank in range(_SIZE):
@@ -153,7 +153,9 @@ def test_two_ranks_that_wait_join_together(job):
     job.start(1)
     job.wait(2)
     job.step()
-    assert job.newest == Epoch(number=3, roster=(0, 1, 2), lost=(), joins=(1, 2))
+    assert job.newest == Epoch(
+        number=3, roster=(0, 1, 2), lost=(), joins=(1, 2), lives=((1, 1), (2, 1))
+    )
 
 
 def test_a_rank_that_dies_after_its_admission_is_lost_and_replaced_again(job):
@@ -167,7 +169,7 @@ def test_a_rank_that_dies_after_its_admission_is_lost_and_replaced_again(job):
     for rank in (0, 2):
         job.stands(rank, epoch=3, step=9)
     job.start(1)
-    assert job.sent[-1] == m.Replace(attempt=0, rank=1, epoch=3)
+    assert job.sent[-1] == m.Replace(attempt=0, rank=1, epoch=3, life=2)
 
 
 def test_a_member_that_dies_during_an_admission_leaves_it_in_force(job):
@@ -175,7 +177,7 @@ def test_a_member_that_dies_during_an_admission_leaves_it_in_force(job):
     job.start(1)
     job.step()
     assert job.lose(0)
-    assert job.newest == Epoch(number=3, roster=(1, 2), lost=(0,))
+    assert job.newest == Epoch(number=3, roster=(1, 2), lost=(0,), lives=((1, 1),))
     for rank in (1, 2):
         job.stands(rank, epoch=3, step=9)
     job.step()
@@ -205,7 +207,7 @@ def _admit_two(job) -> None:
 def test_the_other_ranks_that_join_are_admitted_though_one_of_them_dies(job):
     _admit_two(job)
     assert job.lose(1)
-    assert job.newest == Epoch(number=4, roster=(0, 2), lost=(1,), withdraws=3)
+    assert job.newest == Epoch(number=4, roster=(0, 2), lost=(1,), withdraws=3, lives=((2, 1),))
     assert job.lose(2)
     assert job.newest == Epoch(number=5, roster=(0,), lost=(1, 2), withdraws=3)
 
@@ -329,8 +331,8 @@ def test_a_rank_of_a_lost_node_is_not_replaced(job):
     job.world.lost.append(job.node)
     assert job.lose(1, LOST)
     assert not job.replacements.is_busy
-    assert job.said[-1] == "rank 1 is not replaced: its node was lost"
-    assert job.given_up() == [(1, "its node was lost")]
+    assert job.said[-1] == "rank 1 is not replaced: the node was lost, and no other node is free"
+    assert job.given_up() == [(1, "the node was lost, and no other node is free")]
 
 
 def test_a_process_that_waits_is_dismissed_when_the_others_have_finished(job):
@@ -468,7 +470,7 @@ def test_a_place_is_given_up_when_its_node_is_lost_before_its_process_starts(job
     job.step()
     assert job.sent == []
     assert not job.replacements.is_busy
-    assert job.given_up() == [(1, "its node was lost")]
+    assert job.given_up() == [(1, "the node was lost, and no other node is free")]
 
 
 class _Launcher:
