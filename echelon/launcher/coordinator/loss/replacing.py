@@ -201,8 +201,10 @@ class Replacements:
         Args:
             error: the reason why the process could not be started; "" if it was started.
         """
-        stage = self._places.pop(rank).stage
-        if stage is not _Stage.STARTED or world.attempt.phase is not decide.Phase.RUNNING:
+        place = self._places.pop(rank, None)  # None: the loss of its node was handled already
+        if place is None or place.stage is not _Stage.STARTED:
+            return decide.JoinerEnded(rank)
+        if world.attempt.phase is not decide.Phase.RUNNING:
             return decide.JoinerEnded(rank)
         if code == LOST:
             self._vacate(world, world.node_of(rank))

@@ -68,13 +68,11 @@ class _Job:
     def lose(self, node: str) -> None:
         """Lose a node with all of its ranks, as the coordinator would."""
         self.world.lost.append(node)
-        ended = {}
-        for rank in self.world.nodes[node]:
-            if self.replacements.is_joining(self.world, rank):
-                self._on(self.replacements.note_ended(self.world, rank, LOST))
-            elif rank not in self.world.ended:
-                ended[rank] = LOST
-        self._end(ended)
+        ranks = self.world.nodes[node]
+        joining = [one for one in ranks if self.replacements.is_joining(self.world, one)]
+        for rank in joining:
+            self._on(self.replacements.note_ended(self.world, rank, LOST))
+        self._end({one: LOST for one in ranks if one not in self.world.ended})
 
     def kill(self, rank: int) -> None:
         self._end({rank: -signal.SIGKILL})
