@@ -2,32 +2,17 @@
 
 Each rank keeps its own copy of the state that is equal on all ranks (buffers, parameters that are
 not sharded, schedules), and of the state of its random generators. Each rank copies its shards into
-memory that outlives the rank. The last two states are kept, so that one of them is always complete.
-
-[Note: copying while a step computes] Between two steps of the optimizer, no other code writes to
-its state, which is the larger part of what is copied. A thread therefore copies that state while
-the next step computes. A hook of the optimizer waits for the thread. The end of the step waits for
-it as well, because the ranks must know then that all copies are complete. Parameters are copied
-before the step begins.
-
-A program may nevertheless change the optimizer's state earlier in a step. torch counts the changes
-of each tensor. The counts are compared when the thread has copied the tensors, and again when the
-optimizer begins. If one differs, the copy is void. Each step ends with the minimum, over all ranks,
-of the step of their newest complete copy. If the newest copy of any rank is void, the next copies
-overwrite the newest ones on all ranks, so the copies of the step before are kept. A rank whose copy
-was void no longer copies while a step computes.
+memory that outlives the rank; see `copied.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from echelon.dist.fsdp.control import reshard
 from echelon.dist.fsdp.moving import move, near_size_in
@@ -35,19 +20,17 @@ from echelon.dist.fsdp.parameters.unit import Unit, units_of
 from echelon.dist.fsdp.states import optimizer_state, shards
 from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.group import ProcessGroup
-from echelon.dist.resilient.copies.choice import Choice, Offer, Version, choose
-from echelon.dist.resilient.copies.copying import Copying
+from echelon.dist.resilient.copied import CopiedState
+from echelon.dist.resilient.copies.choice import Choice, Sets
+from echelon.dist.resilient.copies.parts import exposed_storages, sharded_parts
 from echelon.dist.resilient.copies.shards import ShardsRestore, ShardsWriter
-from echelon.dist.resilient.copies.world import WorldCopies, collected, sets_of
+from echelon.dist.resilient.copies.world import collected, sets_of
 from echelon.dist.resilient.digest import digest
 from echelon.dist.resilient.kept import KeptState, Stateful
 from echelon.dist.resilient.replicas import Replicas
-from echelon.errors import CollectiveError
-
-_CLOSE_S = 5.0  # for a thread whose step has failed
 
 
-class ShardedState:
+class ShardedState(CopiedState):
     """The state of a sharded model and its optimizer at the start of each of the last two steps.
 
     Args:
@@ -64,20 +47,13 @@ class ShardedState:
         also: Sequence[Stateful] = (),
         replicas: Replicas | None = None,
     ) -> None:
+        super().__init__()
         self._model = model
         self._optimizer = optimizer
         self._replicas = replicas or Replicas(num_replicas_of(model))
         self._rest = [KeptState(model, optimizer, also) for _ in range(2)]
-        self._rest_steps = [-1, -1]
         self._syncs = [self._live_syncs() for _ in range(2)]  # if each unit reduces its gradients
-        self._at = 0  # the newest of them
         self._noted: set[int] = set()  # numbers passed as reshard_after_forward that did not fit
-        self._worlds: list[WorldCopies] = []  # the last is the current one
-        self._copying: Copying | None = None  # the newest copy, until it is complete
-        self._writer: ShardsWriter | None = None  # of that copy, until the optimizer begins
-        self._may_overlap = True
-        self._is_void = False  # the newest copy
-        self._hook: RemovableHandle | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -85,103 +61,30 @@ class ShardedState:
         rest = sum(one.num_bytes for one in self._rest)
         return rest + sum(one.num_bytes for one in self._worlds)
 
-    def enter(self, group: ProcessGroup, epoch: int) -> None:
-        """Prepare for copies in a new world, and keep the copies of earlier worlds. Collective."""
-        self._worlds.append(WorldCopies(group, epoch, num_replicas_of(self._model)))
+    def _live_optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def _sets(self, group: ProcessGroup) -> Sets:
+        return sets_of(group.size, num_replicas_of(self._model))
 
     def keep(self, step: int, *, overlaps: bool = False) -> None:
-        """Copy the state at the start of a step.
-
-        Args:
-            overlaps: whether a thread may copy the optimizer's state while the step computes; see
-                [Note: copying while a step computes]. `finish` must then end the step.
-
-        Raises:
-            CollectiveError: a partner was lost.
-            OSError: the host has no memory left for the copies.
-        """
-        assert self._copying is None, self._copying.step
-        self._is_void = False
+        """See `CopiedState.keep`."""
         reshard(self._model)  # modules then refer to shards, which a move does not replace
-        turn = 1 - self._at
-        self._rest_steps[turn] = -1
+        super().keep(step, overlaps=overlaps)
+
+    def _keep_rest(self, turn: int) -> None:
         self._rest[turn].keep()
         self._syncs[turn] = self._live_syncs()
-        self._rest_steps[turn] = step
-        self._at = turn
-        writer = ShardsWriter(self._model, self._optimizer)
-        copying = self._worlds[-1].begin(writer, step)
-        if not (overlaps and self._may_overlap):
-            copying.run()
-            return
-        if self._hook is None:
-            self._hook = self._optimizer.register_step_pre_hook(self._before_optimizer)
-        self._copying, self._writer = copying, writer
-        copying.start()
 
-    def finish(self) -> int:
-        """Wait until this rank's newest copy is complete, and return the step of the copy.
-
-        If the copy is void, the step before is returned.
-
-        Raises:
-            CollectiveError: a partner was lost, or the copy takes too long.
-            OSError: the host has no memory left for the copies.
-        """
-        self._before_optimizer()
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.wait(self._worlds[-1].timeout_s)
-        return self._rest_steps[1 - self._at if self._is_void else self._at]
-
-    def stop(self, timeout_s: float) -> None:
-        """Wait for the thread that copies, after its step was abandoned. Its error is dropped.
-
-        Raises:
-            CollectiveError: the thread has not ended after `timeout_s`.
-        """
-        if self._copying is not None:
-            self._copying.wait_until_ended(timeout_s)
-            self._copying = None
-            self._check_unchanged()
-
-    def discard_newest(self) -> None:
-        """Have the next copy overwrite the newest one, which is void on some rank."""
-        self._rest_steps[self._at] = -1
-        self._at = 1 - self._at
-        self._worlds[-1].discard_newest()
-
-    def _before_optimizer(self, *_: object) -> None:
-        if self._writer is None or self._copying is None or not self._copying.is_here:
-            return  # in a forked child, it is not: the child does not have its parent's thread
-        self._copying.wait_until_copied(self._worlds[-1].timeout_s)
-        self._check_unchanged()
-
-    def _check_unchanged(self) -> None:
-        """Void the newest copy if its source has changed since the copy began."""
-        writer, self._writer = self._writer, None
-        changed = "" if writer is None else writer.changed()
-        if changed:
-            self._is_void, self._may_overlap = True, False
-            self._worlds[-1].void_newest()
-            warnings.warn(
-                f"a step changed {changed} before optimizer.step, while it was being copied: from "
-                "now on, this rank begins a step only when its copy is complete",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    def _make_writer(self) -> ShardsWriter:
+        parts = sharded_parts(self._model)
+        return ShardsWriter(parts, self._optimizer, exposed=exposed_storages([self._model], parts))
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of the groups that the sharded model has made in this world."""
         for unit in units_of(self._model):
             for group in driver_of(unit).groups():
                 group.timeout_s = timeout_s
-
-    def release_earlier(self) -> None:
-        """Release the copies of earlier worlds. Call this once this world's copies are complete."""
-        for one in self._worlds[:-1]:
-            one.close()
-        del self._worlds[:-1]
 
     def check_alike(self, group: ProcessGroup) -> None:
         """Check that all state that should be equal on several ranks is. Collective.
@@ -214,20 +117,6 @@ class ShardedState:
 
     # ---- after a loss ----
 
-    def offers(self, survivors: Sequence[int]) -> dict[str, Any]:
-        """Return the copies that this rank can read, in the form that `choice_of` expects."""
-        offers = [
-            (one.version.epoch, one.version.step, one.owner)
-            for world in self._worlds
-            for one in world.offers(survivors)
-            if one.owner != world.own_rank or one.version.step in self._rest_steps
-        ]
-        return {
-            "offers": offers,
-            "sets": [(one.epoch, one.sets) for one in self._worlds],
-            "steps": [step for step in self._rest_steps if step >= 0],
-        }
-
     def restore_rest(self, step: int | None) -> None:
         """Restore the unsharded state that this rank kept. Local.
 
@@ -253,7 +142,7 @@ class ShardedState:
             CollectiveError: a rank was lost, or a copy cannot be read.
         """
         self._forget_shards(group)
-        restore = ShardsRestore(self._model, self._optimizer)
+        restore = ShardsRestore(sharded_parts(self._model), self._optimizer)
         for copy in collected(self._worlds, group, choice.version, choice.holders):
             restore.add(copy)
         restore.finish()
@@ -331,24 +220,13 @@ class ShardedState:
                 for member in flat.members:
                     member.drop_gradient()
                     member.shard.grad = None
-        restore = ShardsRestore(self._model, self._optimizer)
+        restore = ShardsRestore(sharded_parts(self._model), self._optimizer)
         restore.add(self._worlds[-1].newest_own())
         restore.finish()
 
-    def close(self) -> None:
-        """Stop copying, and leave the optimizer as it was. Safe to call twice."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        with contextlib.suppress(CollectiveError):  # it ends with its group
-            self.stop(_CLOSE_S)
-
     def drop(self) -> None:
-        """Release all copies, which are not needed once this rank is the only one left."""
-        self.close()
-        for one in self._worlds:
-            one.close()
-        self._worlds.clear()
+        """See `CopiedState.drop`."""
+        super().drop()
         for rest in self._rest:
             rest.drop()
 
@@ -372,23 +250,6 @@ class ShardedState:
                         RuntimeWarning,
                         stacklevel=2,
                     )
-
-
-def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:
-    """Return the state that the survivors restore.
-
-    Args:
-        rows: the result of `ShardedState.offers` on each survivor.
-
-    Raises:
-        CopiesLostError: no state is complete.
-    """
-    offers = {
-        rank: [Offer(Version(step, epoch), owner) for epoch, step, owner in row["offers"]]
-        for rank, row in rows.items()
-    }
-    sets = {int(epoch): found for row in rows.values() for epoch, found in row["sets"]}
-    return choose(offers, sets)
 
 
 def num_replicas_of(model: nn.Module) -> int:

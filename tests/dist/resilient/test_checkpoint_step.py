@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.dist.resilient.training.sharded import checkpoint_step
+from echelon.dist.resilient.training.copied import checkpoint_step
 
 
 @pytest.mark.parametrize("step", [0, 2, 3, 4])

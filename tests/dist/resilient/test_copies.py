@@ -81,7 +81,7 @@ def test_the_copies_of_an_earlier_world_count_until_all_of_the_next_one_exist():
 
 def test_a_shard_that_no_rank_has_is_named():
     offers = {0: _offers((3, 0, 0), (4, 0, 0)), 1: _offers((3, 0, 1), (4, 0, 1))}
-    with pytest.raises(CopiesLostError, match=r"shards of ranks 2 and 3 are lost \(step 4\)"):
+    with pytest.raises(CopiesLostError, match=r"state of ranks 2 and 3 are lost \(step 4\)"):
         choose(offers, {0: [[0], [1], [2], [3]]})
     with pytest.raises(CopiesLostError, match="no rank has a copy"):
         choose({0: []}, {})
@@ -99,7 +99,7 @@ def test_of_ranks_with_the_same_shards_one_copy_is_enough_and_a_living_owner_rea
     del offers[3]
     assert choose(offers, {0: [[0, 2], [1, 3]]}).holders == {0: 0, 1: 0}
     offers[0] = _offers((5, 0, 0))
-    with pytest.raises(CopiesLostError, match=r"shards of ranks 1 and 3 are lost \(step 5\)"):
+    with pytest.raises(CopiesLostError, match=r"state of ranks 1 and 3 are lost \(step 5\)"):
         choose(offers, {0: [[0, 2], [1, 3]]})
 
 

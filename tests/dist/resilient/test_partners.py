@@ -68,5 +68,5 @@ def test_if_both_copies_are_lost_the_checkpoint_is_loaded(tmp_path, undisturbed)
 def test_if_there_is_no_checkpoint_either_the_error_names_whose_shards_are_lost(tmp_path):
     ends, _ = _run(tmp_path, [0, 1, 2], _OWNER_AND_PARTNER, "sharded")
     ((error, _, _),) = ends
-    assert "all copies of the shards of rank 0 are lost" in error
+    assert "all copies of the state of rank 0 are lost" in error
     assert "there is no from_checkpoint=" in error

@@ -13,6 +13,7 @@ from torch import nn
 
 import echelon.dist as dist
 from echelon.dist.fsdp import fully_shard
+from echelon.dist.resilient.copies.parts import exposed_storages, sharded_parts
 from echelon.dist.resilient.copies.shards import ShardsReader, ShardsRestore, ShardsWriter
 
 
@@ -40,7 +41,7 @@ def test_scalars_are_restored_and_are_not_encoded_one_by_one(trained):
     optimizer.state[model[0].weight]["other"] = torch.tensor(7, dtype=torch.int64)
     optimizer.state[model[0].bias]["name"] = "first"
     before = _state(model, optimizer)
-    writer = ShardsWriter(model, optimizer)
+    writer = _writer(model, optimizer)
     vector = torch.empty(writer.num_bytes, dtype=torch.uint8)
     writer.write(vector)
     values = ShardsReader(vector).index.values
@@ -51,7 +52,7 @@ def test_scalars_are_restored_and_are_not_encoded_one_by_one(trained):
             for value in optimizer.state[parameter].values():
                 if isinstance(value, torch.Tensor):
                     value.zero_()
-    restore = ShardsRestore(model, optimizer)
+    restore = ShardsRestore(sharded_parts(model), optimizer)
     restore.add(vector)
     restore.finish()
     after = _state(model, optimizer)
@@ -59,6 +60,11 @@ def test_scalars_are_restored_and_are_not_encoded_one_by_one(trained):
     assert optimizer.state[model[0].bias]["name"] == "first"
     counts = [optimizer.state[one]["step"] for one in model.parameters()]
     assert len({one.untyped_storage().data_ptr() for one in counts}) == len(counts)
+
+
+def _writer(model, optimizer):
+    parts = sharded_parts(model)
+    return ShardsWriter(parts, optimizer, exposed=exposed_storages([model], parts))
 
 
 def _state(model, optimizer):
@@ -84,7 +90,7 @@ def test_an_index_cannot_run_code(trained, tmp_path):
         bytearray(len(head).to_bytes(8, "little") + head + bytes(64)), dtype=torch.uint8
     )
     with pytest.raises(ValueError):  # noqa: PT011 -- of whichever part is wrong first
-        ShardsRestore(*trained).add(vector)
+        ShardsRestore(sharded_parts(trained[0]), trained[1]).add(vector)
     assert not (tmp_path / "made").exists()
 
 
@@ -109,11 +115,11 @@ def test_an_index_cannot_run_code(trained, tmp_path):
 def test_a_value_of_the_optimizer_arrives_with_its_type(trained, value):
     model, optimizer = trained
     optimizer.state[model[1].bias]["extra"] = value
-    writer = ShardsWriter(model, optimizer)
+    writer = _writer(model, optimizer)
     vector = torch.empty(writer.num_bytes, dtype=torch.uint8)
     writer.write(vector)
     optimizer.state[model[1].bias]["extra"] = None
-    restore = ShardsRestore(model, optimizer)
+    restore = ShardsRestore(sharded_parts(model), optimizer)
     restore.add(vector)
     restore.finish()
     found = optimizer.state[model[1].bias]["extra"]
@@ -126,7 +132,7 @@ def test_a_value_that_cannot_be_copied_exactly_is_refused_by_name(trained):
     model, optimizer = trained
     optimizer.state[model[1].bias]["extra"] = {1, 2}
     with pytest.raises(ValueError, match=r"the optimizer's state.*1\.bias.*extra.*has type set"):
-        ShardsWriter(model, optimizer)
+        _writer(model, optimizer)
 
 
 def _plain(value):

@@ -168,7 +168,7 @@ def _missing(found: Mapping[Version, Mapping[int, int]], sets: Mapping[int, Sets
     newest = max(found)
     lost = [alike for alike in sets[newest.epoch] if _owner(alike, found[newest]) is None]
     ranks = sorted(rank for alike in lost for rank in alike)
-    return f"all copies of the shards of {named(ranks)} are lost (step {newest.step})"
+    return f"all copies of the state of {named(ranks)} are lost (step {newest.step})"
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""Complete a copy of a rank's shards on a thread, while the rank computes its next step.
+"""Complete a copy of a rank's state on a thread, while the rank computes its next step.
 
 Most of a copy is the optimizer's state, which only the optimizer writes, at the end of a step. The
 thread reads that state during the forward and backward passes. `ShardedState` waits for the thread
@@ -100,6 +100,6 @@ class Copying:
 
     def _late(self, timeout_s: float) -> CollectiveError:
         return CollectiveError(
-            f"the copy of step {self.step} of this rank's shards is not complete after "
+            f"the copy of step {self.step} of this rank's state is not complete after "
             f"{timeout_s:g} s"
         )

@@ -91,12 +91,14 @@ class Index:
         values: the optimizer's undivided values except `scalars`, keyed by parameter and key.
         scalars: the optimizer's zero-dimensional tensors.
         keys: the keys of each parameter's optimizer state, in order.
+        facts: other values; see `ShardsWriter`.
     """
 
     runs: list[Run] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     scalars: Scalars = field(default_factory=Scalars)
     keys: dict[str, list[str]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def parcel(self) -> Parcel:
         """Return the index as bytes and tensors.
@@ -114,6 +116,7 @@ class Index:
                 "plain": pack(plain, "the index"),
                 "the optimizer's state": self.values,
                 "scalars": self.scalars.vectors(),
+                "facts": self.facts,
             }
         )
 
@@ -130,4 +133,5 @@ class Index:
             values=told["the optimizer's state"],
             scalars=Scalars.of(places, told["scalars"]),
             keys=keys,
+            facts=told["facts"],
         )

@@ -1,27 +1,27 @@
-"""Serialize a rank's shards, and restore shards that are divided differently.
+"""Serialize a rank's parts of a model, and restore parts that are divided differently.
 
-A rank's shards are serialized into one byte buffer:
+The parts are shards, or whole tensors of a pipeline's stages. They are serialized into one byte
+buffer:
 
     length of the index, 8 bytes | index | padding | the index's tensors | runs of elements
 
 Tensors and runs are aligned to 64 bytes. Runs that may be written later than the others are at the
-end; see `ShardsWriter`. The index lists a run of elements for each parameter, and
-for each tensor of the optimizer that is divided in the same way. Each rank restores its elements
-from the runs that contain them, so the shards can be restored on any number of ranks.
+end; see `ShardsWriter`. The index lists a run of elements for each part, and for each
+tensor of the optimizer that is divided in the same way. Each rank restores its elements from the
+runs that contain them, so the parts can be restored on any number of ranks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from echelon.dist.fsdp.states import Shard, is_part, shards
 from echelon.dist.resilient.copies.filling import Piece, fill
 from echelon.dist.resilient.copies.index import Index, Run
+from echelon.dist.resilient.copies.parts import Part
 from echelon.dist.resilient.parcel import Parcel
 
 _GRAIN = 64
@@ -29,7 +29,7 @@ _LENGTH_BYTES = 8
 
 
 class ShardsWriter:
-    """A writer of one model's shards and of the optimizer's state for these shards.
+    """A writer of a rank's parts of a model and of the optimizer's state for these parts.
 
     `write_rest` writes the optimizer's state, and may be called on another thread while the next
     step computes, because only the optimizer writes to that state. All else is written by
@@ -38,8 +38,10 @@ class ShardsWriter:
     gradients are not left to `write_rest` either.
 
     Args:
-        model: a sharded model.
-        optimizer: the optimizer of the model's parameters.
+        parts: the parts, by name.
+        optimizer: the optimizer of the parts' tensors.
+        exposed: the addresses of the memory to which a forward or backward pass may write.
+        facts: other values that the index is to have.
 
     Attributes:
         num_bytes: the size of the buffer that `write` needs.
@@ -48,43 +50,48 @@ class ShardsWriter:
         ValueError: a value of the optimizer's state cannot be reproduced exactly.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, Part],
+        optimizer: torch.optim.Optimizer,
+        *,
+        exposed: set[int],
+        facts: dict[str, Any] | None = None,
+    ) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._index = Index()
+        self._index = Index(facts=facts or {})
         self._end = 0
-        self._later: list[tuple[Shard, str, torch.Tensor, int]] = []  # with its version
-        every = shards(model)
-        exposed = _storages(model, every.values())
-        for name, shard in every.items():
-            self._add(shard, "", shard.data)
-            state = optimizer.state.get(shard.parameter)
+        self._later: list[tuple[Part, str, torch.Tensor, int]] = []  # with its version
+        for name, part in parts.items():
+            self._add(part, "", part.data)
+            state = optimizer.state.get(part.tensor)
             if state is None:
                 continue
             self._index.keys[name] = list(state)
             values = self._index.values[name] = {}
             for key, value in state.items():
-                if is_part(value, shard):
+                if part.divides(value):
                     if _is_private(value, exposed):
-                        self._later.append((shard, key, value, value._version))
+                        self._later.append((part, key, value, value._version))
                     else:
-                        self._add(shard, key, value)
+                        self._add(part, key, value)
                 elif not self._index.scalars.takes(name, key, value):
                     values[key] = value
         self._num_first, self._first_end = len(self._tensors), self._end
-        for shard, key, value, _ in self._later:
-            self._add(shard, key, value)
+        for part, key, value, _ in self._later:
+            self._add(part, key, value)
         self._parcel = self._index.parcel()
         self._start = _places(self._parcel)[-1]
         self.num_bytes = self._start + self._end
 
-    def _add(self, shard: Shard, key: str, data: torch.Tensor) -> None:
-        run = Run(shard.name, key, shard.start, shard.length, data.dtype, self._end)
+    def _add(self, part: Part, key: str, data: torch.Tensor) -> None:
+        run = Run(part.name, key, part.start, part.length, data.dtype, self._end)
         self._index.runs.append(run)
         self._tensors.append(data.detach().reshape(-1))
         self._end += _rounded(run.num_bytes)
 
     def write(self, content: torch.Tensor) -> int:
-        """Write the shards into a byte buffer, [num_bytes] of uint8; return the buffer's CRC-32."""
+        """Write the parts into a byte buffer, [num_bytes] of uint8; return the buffer's CRC-32."""
         return self.write_rest(content, self.write_first(content))
 
     @torch.no_grad()
@@ -117,9 +124,9 @@ class ShardsWriter:
 
         Only changes that torch counts are noticed.
         """
-        for shard, key, value, version in self._later:
+        for part, key, value, version in self._later:
             if value._version != version:
-                return f"{shard.name!r} {key}"
+                return f"{part.name!r} {key}"
         return ""
 
 
@@ -156,75 +163,94 @@ class IncompleteCopiesError(Exception):
 
 
 class ShardsRestore:
-    """An object that restores this rank's shards and their optimizer state from several buffers.
+    """An object that restores this rank's parts and their optimizer state from several buffers.
+
+    A buffer may hold parts that this rank does not need, and the same run may be in several
+    buffers.
 
     Args:
-        model: a sharded model, whose shards are overwritten.
-        optimizer: the optimizer of the model's parameters.
+        parts: the parts by name, whose data is overwritten.
+        optimizer: the optimizer of the parts' tensors.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, parts: Mapping[str, Part], optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._shards = shards(model)
+        self._parts = parts
         self._states: dict[str, dict[str, Any]] = {}
+        self._seen: set[tuple[str, str, int, int]] = set()  # runs
         self._num_filled: Counter[tuple[str, str]] = Counter()
+        self._scattered: dict[tuple[str, str], torch.Tensor] = {}  # flat; until `finish`
 
     @torch.no_grad()
-    def add(self, vector: torch.Tensor) -> None:
-        """Copy the elements that this rank needs from one buffer."""
+    def add(self, vector: torch.Tensor) -> Index:
+        """Copy the elements that this rank needs from one buffer; return the buffer's index."""
         reader = ShardsReader(vector)
         index = reader.index
         for name, keys in index.keys.items():
-            state = self._states.setdefault(name, dict.fromkeys(keys))
-            state.update(index.values[name])
+            if name in self._parts:
+                state = self._states.setdefault(name, dict.fromkeys(keys))
+                state.update(index.values[name])
         for name, key, value in index.scalars.items():
-            self._states[name][key] = value
+            if name in self._parts:
+                self._states[name][key] = value
         for run, data in reader.runs():
-            shard = self._shards[run.name]
-            first = max(run.start, shard.start)
-            last = min(run.start + run.length, shard.start + shard.length)
-            target = self._target(shard, run)
-            if first < last:
-                taken = data[first - run.start : last - run.start]
-                target[first - shard.start : last - shard.start].copy_(taken)
-                self._num_filled[run.name, run.key] += last - first
+            place = (run.name, run.key, run.start, run.length)
+            if run.name in self._parts and place not in self._seen:
+                self._seen.add(place)
+                self._fill(self._parts[run.name], run, data)
+        return index
 
-    def _target(self, shard: Shard, run: Run) -> torch.Tensor:
+    def _fill(self, part: Part, run: Run, data: torch.Tensor) -> None:
+        first = max(run.start, part.start)
+        last = min(run.start + run.length, part.start + part.length)
+        target = self._flat(part, run)
+        if first < last:
+            taken = data[first - run.start : last - run.start]
+            target[first - part.start : last - part.start].copy_(taken)
+            self._num_filled[run.name, run.key] += last - first
+
+    def _flat(self, part: Part, run: Run) -> torch.Tensor:
+        """Return where the elements of a part belong, [length]."""
+        target = self._target(part, run)
+        if target.is_contiguous():
+            return target.view(-1)
+        place = (run.name, run.key)
+        if place not in self._scattered:
+            self._scattered[place] = torch.empty(part.length, dtype=target.dtype)
+        return self._scattered[place]
+
+    def _target(self, part: Part, run: Run) -> torch.Tensor:
         if not run.key:
-            return shard.data
-        state = self._states[shard.name]
+            return part.data
+        state = self._states[part.name]
         if state[run.key] is None:
-            state[run.key] = torch.zeros(shard.parameter.shape, dtype=run.dtype)
+            state[run.key] = torch.zeros_like(part.tensor, dtype=run.dtype, requires_grad=False)
         target: torch.Tensor = state[run.key]
-        return target.view(-1)
+        return target
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Load the restored state into the optimizer.
 
         Raises:
             IncompleteCopiesError: an element that this rank needs was not in any of the buffers.
         """
-        for name, shard in self._shards.items():
+        for name, part in self._parts.items():
             state = self._states.get(name)
-            keys = [key for key, value in (state or {}).items() if is_part(value, shard)]
+            keys = [key for key, value in (state or {}).items() if part.divides(value)]
             for key in ["", *keys]:
                 num_filled = self._num_filled[name, key]
-                if num_filled != shard.length:
+                if num_filled != part.length:
                     raise IncompleteCopiesError(
-                        f"the copies hold {num_filled} of {shard.length} elements of {name!r} {key}"
+                        f"the copies hold {num_filled} of {part.length} elements of {name!r} {key}"
                     )
-            self._optimizer.state.pop(shard.parameter, None)
-            if state is not None:
-                self._optimizer.state[shard.parameter] = state
-
-
-def _storages(model: nn.Module, every: Iterable[Shard]) -> set[int]:
-    """Return the addresses of the memory to which a forward or backward pass may write."""
-    found = [*model.parameters(), *model.buffers()]
-    for shard in every:
-        found += [shard.data, shard.parameter]
-    found += [one.grad for one in found if one.grad is not None]
-    return {one.untyped_storage().data_ptr() for one in found}
+        for (name, key), flat in self._scattered.items():
+            target = self._states[name][key] if key else self._parts[name].data
+            target.copy_(flat.view(target.shape))
+        for name, part in self._parts.items():
+            self._optimizer.state.pop(part.tensor, None)
+            if name in self._states:
+                self._optimizer.state[part.tensor] = self._states[name]
 
 
 def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:

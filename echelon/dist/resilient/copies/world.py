@@ -1,9 +1,9 @@
 """Make the copies of one world, and find the copies that this process can read.
 
-Each rank writes its shards alternately into two memory segments, so that one complete copy always
-exists. All ranks at the same place open both segments. If there are several places, each rank also
-sends its copy to a partner at another place. The partner keeps the copy in two segments that all
-ranks there can read.
+Each rank writes its parts of the model alternately into two memory segments, so that one complete
+copy always exists. All ranks at the same place open both segments. If there are several places,
+each rank also sends its copy to a partner at another place. The partner keeps the copy in two
+segments that all ranks there can read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from echelon.dist.channel import Channel
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.choice import (
     Offer,
+    Sets,
     Version,
     partners_of,
     without_replicas_elsewhere,
@@ -51,22 +52,21 @@ class WorldCopies:
     Args:
         group: the world's group.
         epoch: the world's epoch.
-        num_replicas: the number of replicas of the model; see `fsdp.moving.move`.
+        sets: the ranks within the group, in sets that hold the same parts of the model.
 
     Attributes:
         epoch: the world's epoch.
         roster: the world's ranks, as numbered by the launcher.
-        sets: the world's ranks, in sets that hold the same shards.
+        sets: the world's ranks, in sets that hold the same parts of the model.
         own_rank: this rank, as numbered by the launcher.
 
     Raises:
         CollectiveError: a rank was lost, or the memory of a rank at this place cannot be opened.
     """
 
-    def __init__(self, group: ProcessGroup, epoch: int, num_replicas: int = 1) -> None:
+    def __init__(self, group: ProcessGroup, epoch: int, sets: Sets) -> None:
         self.epoch = epoch
         self.roster = tuple(group.ranks)
-        sets = sets_of(group.size, num_replicas)
         self.sets = [[self.roster[place] for place in alike] for alike in sets]
         self._group = group
         places = [tuple(one) for one in group.all_gather_object(_place())]
@@ -123,7 +123,7 @@ class WorldCopies:
         return sum(memory.num_bytes for one in held for memory in one.memories)
 
     def begin(self, writer: ShardsWriter, step: int) -> Copying:
-        """Copy the part of this rank's shards that may change once the next step begins.
+        """Copy the part of this rank's state that may change once the next step begins.
 
         The result completes the copy: it copies the rest, and exchanges copies with the partners if
         there are several places.
@@ -185,7 +185,7 @@ class WorldCopies:
         channel.recv(head)
         stamp = Stamp.unpack(head.numpy().tobytes())
         if stamp is None:
-            raise CollectiveError("the header of a copy of a rank's shards was damaged in transit")
+            raise CollectiveError("the header of a copy of a rank's state was damaged in transit")
         channel.recv(memory.content(stamp.num_bytes))
         if stamp.version.step != _VOID:
             memory.commit(stamp)
@@ -287,7 +287,7 @@ def _content(memory: CopyMemory, owner: int) -> torch.Tensor:
 
 
 def _unreadable(owner: int) -> CollectiveError:
-    return CollectiveError(f"the copy of rank {owner}'s shards can no longer be read")
+    return CollectiveError(f"the copy of rank {owner}'s state can no longer be read")
 
 
 def _broadcast(group: ProcessGroup, copy: torch.Tensor | None, root: int) -> torch.Tensor:
@@ -302,7 +302,7 @@ def _broadcast(group: ProcessGroup, copy: torch.Tensor | None, root: int) -> tor
     assert copy is not None
     group.broadcast(copy, root=root)
     if crc_of(copy) != crc:
-        raise CollectiveError("a copy of a rank's shards was damaged in transit")
+        raise CollectiveError("a copy of a rank's state was damaged in transit")
     return copy
 
 

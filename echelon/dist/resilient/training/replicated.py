@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from echelon.dist import runtime
 from echelon.dist.group import ProcessGroup
+from echelon.dist.resilient.copied import CopiedState
 from echelon.dist.resilient.copies.choice import CopiesLostError, named
 from echelon.dist.resilient.epochs import Epochs, Superseded
 from echelon.dist.resilient.handover import check_alike, receive_state, send_state
@@ -35,7 +36,6 @@ from echelon.dist.resilient.joining import (
 )
 from echelon.dist.resilient.kept import KeptState
 from echelon.dist.resilient.parcel import Parcel
-from echelon.dist.resilient.sharded import ShardedState
 from echelon.dist.resilient.training.world import World
 from echelon.errors import (
     CollectiveError,
@@ -63,7 +63,7 @@ class Training(Generic[_T]):
     def __init__(
         self,
         prepare: Callable[[World], Callable[[int], _T]],
-        state: KeptState | ShardedState,
+        state: KeptState | CopiedState,
         first: int,
         total: int,
         on_commit: Callable[[int, _T], None] | None,
@@ -178,9 +178,13 @@ class Training(Generic[_T]):
             ValueError: the state has a value that cannot be sent.
         """
         try:
-            Parcel.of(self._state.contents())
+            Parcel.of(self._portable())
         except ValueError as err:
             raise ValueError(f"a lost rank could not be replaced: {err}") from None
+
+    def _portable(self) -> dict[str, Any]:
+        """Return the state that a joining rank receives from another rank."""
+        return self._kept_state().contents()
 
     @staticmethod
     def _check_groups() -> None:
@@ -290,7 +294,7 @@ class Training(Generic[_T]):
         """Perform this rank's part of a hand-over. Collective."""
         if group.rank == source:
             for place in newcomers:
-                send_state(group, place, self._kept_state().contents)
+                send_state(group, place, self._portable)
         elif group.rank in newcomers:
             self._kept_state().fill(receive_state(group, source))
             self._kept_state().restore()

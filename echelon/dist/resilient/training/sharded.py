@@ -1,12 +1,5 @@
 """Train a sharded model; when a rank is lost, its shards are restored from copies.
 
-[Note: sharded models] The live state of a lost rank is gone, so the survivors continue from the
-newest step for which copies of all shards exist. Each rank copies the start of a step before it
-ends the step, partly on a thread while the step computes. The collective that ends the step returns
-the step whose copies are complete on all ranks: this step or, if a copy is void, the one before. A
-step is therefore committed at least one step later than for a replicated model, and `ShardedState`
-keeps the states of two steps.
-
 [Note: joining a sharded model] Ranks that leave a step to let others join have copied its result
 before they meet. The end of the step is therefore the newest state with copies of all shards. No
 work is repeated, and the step is committed in the new world. A joining rank first receives the
@@ -20,25 +13,22 @@ step.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from echelon.dist import runtime
 from echelon.dist.group import ProcessGroup
-from echelon.dist.resilient.copies.choice import Choice, CopiesLostError
 from echelon.dist.resilient.handover import check_alike, receive_state, send_state
 from echelon.dist.resilient.joining import JOINS, Joins, places_of
-from echelon.dist.resilient.sharded import ShardedState, choice_of
-from echelon.dist.resilient.training.replicated import Training
+from echelon.dist.resilient.sharded import ShardedState
+from echelon.dist.resilient.training.copied import CopiedTraining
 from echelon.dist.resilient.training.world import World
 from echelon.recorder.continuation import Epoch
 
 _T = TypeVar("_T")
 
 
-class ShardedTraining(Training[_T]):
-    """One call to `run` on this rank with a sharded model; see [Note: sharded models]."""
+class ShardedTraining(CopiedTraining[_T]):
+    """One call to `run` on this rank with a sharded model."""
 
     _state: ShardedState
 
@@ -54,54 +44,38 @@ class ShardedTraining(Training[_T]):
         *,
         is_protected: bool,
     ) -> None:
-        super().__init__(prepare, state, first, total, on_commit, joins, is_protected=is_protected)
+        super().__init__(
+            prepare, state, first, total, on_commit, joins,
+            has_checkpoint=from_checkpoint is not None, is_protected=is_protected,
+        )  # fmt: skip
         self._from_checkpoint = from_checkpoint
-        self._choice: Choice | None = None  # None: from the checkpoint
-        self._lost_text = ""
-        self._repeats = 0
-        self._entered = 0  # the newest epoch whose state this rank has restored
-        self._complete = first  # the newest step whose copies are known to be complete on all ranks
-        self._results: dict[int, Any] = {}  # of the steps that are finished and not committed
 
-    def close(self) -> None:
-        """Stop copying, also if training has failed."""
-        self._state.close()
+    def _call_from_checkpoint(self) -> int:
+        assert self._from_checkpoint is not None
+        return self._from_checkpoint()
 
-    def _enter(self, world: World) -> None:
-        if not self._may_continue:
-            return
-        if not world.epoch:
-            self._state.enter(world.group, world.epoch)
-            return
-        if self._entered != world.epoch:
-            self._restore(world.group)
+    def _portable(self) -> dict[str, Any]:
+        return self._state.contents()
+
+    def _note_entered(self) -> None:
         self._is_newcomer = False
         self._state.set_timeout(self._timeout_s)  # they were made while ranks may still join
-        self._report(self._kept)
-        self._note(self._kept, repeats=self._repeats)
 
-    def _restore(self, group: ProcessGroup, source: int = 0, newcomers: Sequence[int] = ()) -> None:
-        """Restore the chosen state in a new world, and make the first copies there. Collective.
+    def _row(self, epoch: Epoch) -> dict[str, Any]:
+        row = super()._row(epoch)
+        return row | JOINS if self._is_newcomer else row
 
-        Args:
-            source: the rank within the group that sends the rest of the state.
-            newcomers: the ranks within the group that receive it.
-        """
-        step = None if self._choice is None else self._choice.version.step
-        if group.rank not in newcomers and (newcomers or step is not None):
-            self._state.restore_rest(step)
-        if newcomers:
-            self._hand_over_rest(group, source, newcomers)
-        if self._choice is not None:
-            self._state.restore_from(self._choice, group)
-        else:
-            self._load(group)
-        self._state.enter(group, self._epochs.number)
-        self._state.keep(self._kept)
-        self._complete = self._kept
-        self._state.check_alike(group)  # a barrier, too: all copies are complete
-        self._state.release_earlier()
-        self._entered = self._epochs.number
+    def _places(self, rows: list[dict[str, Any]]) -> tuple[int, list[int]]:
+        if self._choice is None:
+            return places_of(rows)
+        step = self._choice.version.step
+        return places_of([{"joins": step not in row["steps"]} for row in rows])
+
+    def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
+        if group.rank not in newcomers:
+            self._state.restore_rest(None if self._choice is None else self._choice.version.step)
+        self._hand_over_rest(group, source, newcomers)
+        self._restore_parts(group)
 
     def _hand_over_rest(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
         """Send or receive all state except the shards; compare it unless it is to be replaced."""
@@ -122,131 +96,3 @@ class ShardedTraining(Training[_T]):
 
     def _contents(self) -> dict[str, Any]:
         return self._state.contents() | {"first": self._first, "total": self._total}
-
-    def _load(self, group: ProcessGroup) -> None:
-        """Load the newest checkpoint after all copies of a shard have been lost."""
-        assert self._from_checkpoint is not None
-        self._state.restart(group)
-        rows = group.all_gather_object((self._from_checkpoint(), self._kept))
-        newest = max(kept for _, kept in rows)
-        step = checkpoint_step([found for found, _ in rows], newest)
-        if group.rank == 0:
-            warnings.warn(
-                f"{self._lost_text}: going back to the checkpoint of step {step}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self._results.clear()
-        self._repeats = max(0, newest - step + 1)
-        self._kept = self._finished = step
-
-    def _begin(self, world: World) -> None:
-        self._kept = self._finished = self._first
-        if self._may_continue:
-            self._state.keep(self._first)
-            self._has_begun = True
-            self._note_begun()
-            self._state.check_alike(world.group)
-            if self._joins.is_on:
-                self._check_portable()
-        self._has_begun = True
-
-    def _end_step(self, world: World) -> int:
-        if not self._is_copied(world):
-            return super()._end_step(world)
-        own, number = self._state.finish(), self._epochs.number
-        entered, self._complete = self._joins.end_step_with(world.group, number, own)
-        if self._complete < self._kept:
-            self._state.discard_newest()
-        return entered
-
-    def _is_copied(self, world: World) -> bool:
-        return self._may_continue and self._is_kept(world)
-
-    def _complete_copies(self) -> None:
-        self._state.finish()
-
-    def _stop_copying(self) -> None:
-        self._state.stop(self._limit_s)
-
-    def _commit(self, *, is_kept: bool) -> None:
-        """Commit the steps that no loss can undo any more, and copy the state."""
-        self._results[self._kept] = self._result
-        self._result = None
-        is_last = self._finished == self._total or not (self._may_continue and is_kept)
-        self._report(self._finished if is_last else self._complete)
-        self._kept = self._finished
-        self._keep_or_drop(is_kept=is_kept and not is_last)
-        if self._kept == self._first + 1 and not is_last:
-            self._state.check_alike(runtime.world())  # what a step lets drift is seen here
-
-    def _keep_or_drop(self, *, is_kept: bool) -> None:
-        if self._may_continue and is_kept:
-            self._state.keep(self._kept, overlaps=True)
-        else:
-            self._state.drop()
-
-    def _report(self, stop: int) -> None:
-        """Pass the results of all steps before `stop` to `on_commit`."""
-        for number in sorted(one for one in self._results if one < stop):
-            result = self._results.pop(number)
-            if self._on_commit is not None:
-                self._on_commit(number, result)
-
-    # ---- after a loss ----
-
-    def _row(self, epoch: Epoch) -> dict[str, Any]:
-        begun = self._finished + self._is_inside
-        row = {"begun": begun} | self._state.offers(epoch.roster)
-        return row | JOINS if self._is_newcomer else row
-
-    def _places(self, rows: list[dict[str, Any]]) -> tuple[int, list[int]]:
-        if self._choice is None:
-            return places_of(rows)
-        step = self._choice.version.step
-        return places_of([{"joins": step not in row["steps"]} for row in rows])
-
-    def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        self._restore(group, source, newcomers)
-
-    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:
-        try:
-            self._choice = choice_of(dict(zip(epoch.roster, rows, strict=True)))
-        except CopiesLostError as err:
-            if self._from_checkpoint is None:
-                raise
-            self._choice, self._lost_text = None, str(err)
-            return self._kept, 1
-        target = self._choice.version.step
-        for number in [one for one in self._results if one >= target]:
-            del self._results[number]
-        self._kept = self._finished = target
-        self._repeats = max(int(row["begun"]) for row in rows) - target
-        return target, self._repeats
-
-    def _arrive(self, target: int, *, repeats: int) -> None:
-        """Do nothing: `_enter` reports this rank's arrival."""
-
-
-def checkpoint_step(found: Sequence[Any], newest: int) -> int:
-    """Return the step from which all ranks resume training.
-
-    Args:
-        found: the result of `from_checkpoint` on each rank.
-        newest: the highest step that any rank had begun.
-
-    Raises:
-        ValueError: the values differ, or cannot be a step of this run.
-    """
-    if any(one != found[0] for one in found):
-        raise ValueError(f"from_checkpoint returned a different step on some ranks: {list(found)}")
-    step = found[0]
-    if not isinstance(step, int) or isinstance(step, bool):
-        kind = type(step).__qualname__
-        raise ValueError(f"from_checkpoint must return a step number, not {kind}")
-    if not 0 <= step <= newest + 1:
-        raise ValueError(
-            f"the checkpoint does not belong to this run: the checkpoint is at step {step}, but "
-            f"the run is at step {newest}"
-        )
-    return step

@@ -1,0 +1,66 @@
+"""Name the parts of a model's tensors that a rank holds, whether shards or whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp.states import shards
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A run of the elements of one of a model's tensors, in row-major order.
+
+    Attributes:
+        name: the tensor's name in the model.
+        shape: the shape of the whole tensor.
+        start: the index of this rank's first element in the flattened tensor.
+        length: the number of elements on this rank, which may be 0.
+        data: the elements, in memory that belongs to the model.
+        tensor: the tensor that the optimizer knows, which has the shape of the divided values in
+            the optimizer's state.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+    data: torch.Tensor
+    tensor: torch.Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Part:
+        """Return all of a tensor."""
+        return cls(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach(), tensor)
+
+    def divides(self, value: Any) -> bool:
+        """Return whether a value in the optimizer's state has one element per element of this."""
+        return (
+            isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == self.tensor.shape
+        )
+
+
+def sharded_parts(module: nn.Module, prefix: str = "") -> dict[str, Part]:
+    """Return this rank's shards of a module, by the parameters' names with a prefix."""
+    return {
+        prefix + name: Part(
+            prefix + name, one.shape, one.start, one.length, one.data, one.parameter
+        )
+        for name, one in shards(module).items()
+    }
+
+
+def exposed_storages(modules: Iterable[nn.Module], parts: Mapping[str, Part]) -> set[int]:
+    """Return the addresses of the memory to which a forward or backward pass may write."""
+    found: list[torch.Tensor] = []
+    for module in modules:
+        found += [*module.parameters(), *module.buffers()]
+    for part in parts.values():
+        found += [part.data, part.tensor]
+    found += [one.grad for one in found if one.grad is not None]
+    return {one.untyped_storage().data_ptr() for one in found}

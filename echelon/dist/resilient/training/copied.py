@@ -1,0 +1,213 @@
+"""Train a model of which ranks hold different parts, which are restored from copies after a loss.
+
+[Note: copied models] The live state of a lost rank is gone, so the survivors continue from the
+newest step for which copies of all parts exist. Each rank copies the start of a step before it ends
+the step, partly on a thread while the step computes. The collective that ends the step returns the
+step whose copies are complete on all ranks: this step or, if a copy is void, the one before. A step
+is therefore committed at least one step later than for a replicated model, and `CopiedState` keeps
+the states of two steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from echelon.dist import runtime
+from echelon.dist.group import ProcessGroup
+from echelon.dist.resilient.copied import CopiedState, choice_of
+from echelon.dist.resilient.copies.choice import Choice, CopiesLostError
+from echelon.dist.resilient.joining import Joins
+from echelon.dist.resilient.training.replicated import Training
+from echelon.dist.resilient.training.world import World
+from echelon.recorder.continuation import Epoch
+
+_T = TypeVar("_T")
+
+
+class CopiedTraining(Training[_T], ABC):
+    """One call to `run` on this rank with copies; see [Note: copied models]."""
+
+    _state: CopiedState
+
+    def __init__(
+        self,
+        prepare: Callable[[World], Callable[[int], _T]],
+        state: CopiedState,
+        first: int,
+        total: int,
+        on_commit: Callable[[int, _T], None] | None,
+        joins: Joins,
+        *,
+        has_checkpoint: bool,
+        is_protected: bool,
+    ) -> None:
+        super().__init__(prepare, state, first, total, on_commit, joins, is_protected=is_protected)
+        self._has_checkpoint = has_checkpoint
+        self._choice: Choice | None = None  # None: from the checkpoint
+        self._lost_text = ""
+        self._repeats = 0
+        self._entered = 0  # the newest epoch whose state this rank has restored
+        self._complete = first  # the newest step whose copies are known to be complete on all ranks
+        self._results: dict[int, Any] = {}  # of the steps that are finished and not committed
+
+    @abstractmethod
+    def _call_from_checkpoint(self) -> int:
+        """Call the program's function that loads the newest checkpoint. Collective."""
+
+    def close(self) -> None:
+        """Stop copying, also if training has failed."""
+        self._state.close()
+
+    def _enter(self, world: World) -> None:
+        if not self._may_continue:
+            return
+        if not world.epoch:
+            self._state.enter(world.group, world.epoch)
+            return
+        if self._entered != world.epoch:
+            self._restore(world.group)
+        self._note_entered()
+        self._report(self._kept)
+        self._note(self._kept, repeats=self._repeats)
+
+    def _note_entered(self) -> None:
+        """Do what follows once this rank has the state of a new world."""
+
+    def _restore(self, group: ProcessGroup) -> None:
+        """Restore the chosen state in a new world, and make the first copies there. Collective."""
+        if self._choice is not None:
+            self._state.restore_rest(self._choice.version.step)
+        self._restore_parts(group)
+
+    def _restore_parts(self, group: ProcessGroup) -> None:
+        """Restore this rank's parts of the model, and make the first copies. Collective."""
+        if self._choice is not None:
+            self._state.restore_from(self._choice, group)
+        else:
+            self._load(group)
+        self._state.enter(group, self._epochs.number)
+        self._state.keep(self._kept)
+        self._complete = self._kept
+        self._state.check_alike(group)  # a barrier, too: all copies are complete
+        self._state.release_earlier()
+        self._entered = self._epochs.number
+
+    def _load(self, group: ProcessGroup) -> None:
+        """Load the newest checkpoint after all copies of a shard have been lost."""
+        self._state.restart(group)
+        rows = group.all_gather_object((self._call_from_checkpoint(), self._kept))
+        newest = max(kept for _, kept in rows)
+        step = checkpoint_step([found for found, _ in rows], newest)
+        if group.rank == 0:
+            warnings.warn(
+                f"{self._lost_text}: going back to the checkpoint of step {step}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._results.clear()
+        self._repeats = max(0, newest - step + 1)
+        self._kept = self._finished = step
+
+    def _begin(self, world: World) -> None:
+        self._kept = self._finished = self._first
+        if self._may_continue:
+            self._state.keep(self._first)
+            self._has_begun = True
+            self._note_begun()
+            self._state.check_alike(world.group)
+            if self._joins.is_on:
+                self._check_portable()
+        self._has_begun = True
+
+    def _end_step(self, world: World) -> int:
+        if not self._is_copied(world):
+            return super()._end_step(world)
+        own, number = self._state.finish(), self._epochs.number
+        entered, self._complete = self._joins.end_step_with(world.group, number, own)
+        if self._complete < self._kept:
+            self._state.discard_newest()
+        return entered
+
+    def _is_copied(self, world: World) -> bool:
+        return self._may_continue and self._is_kept(world)
+
+    def _complete_copies(self) -> None:
+        self._state.finish()
+
+    def _stop_copying(self) -> None:
+        self._state.stop(self._limit_s)
+
+    def _commit(self, *, is_kept: bool) -> None:
+        """Commit the steps that no loss can undo any more, and copy the state."""
+        self._results[self._kept] = self._result
+        self._result = None
+        is_last = self._finished == self._total or not (self._may_continue and is_kept)
+        self._report(self._finished if is_last else self._complete)
+        self._kept = self._finished
+        self._keep_or_drop(is_kept=is_kept and not is_last)
+        if self._kept == self._first + 1 and not is_last:
+            self._state.check_alike(runtime.world())  # what a step lets drift is seen here
+
+    def _keep_or_drop(self, *, is_kept: bool) -> None:
+        if self._may_continue and is_kept:
+            self._state.keep(self._kept, overlaps=True)
+        else:
+            self._state.drop()
+
+    def _report(self, stop: int) -> None:
+        """Pass the results of all steps before `stop` to `on_commit`."""
+        for number in sorted(one for one in self._results if one < stop):
+            result = self._results.pop(number)
+            if self._on_commit is not None:
+                self._on_commit(number, result)
+
+    # ---- after a loss ----
+
+    def _row(self, epoch: Epoch) -> dict[str, Any]:
+        begun = self._finished + self._is_inside
+        return {"begun": begun} | self._state.offers(epoch.roster)
+
+    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:
+        try:
+            self._choice = choice_of(dict(zip(epoch.roster, rows, strict=True)))
+        except CopiesLostError as err:
+            if not self._has_checkpoint:
+                raise
+            self._choice, self._lost_text = None, str(err)
+            return self._kept, 1
+        target = self._choice.version.step
+        for number in [one for one in self._results if one >= target]:
+            del self._results[number]
+        self._kept = self._finished = target
+        self._repeats = max(int(row["begun"]) for row in rows) - target
+        return target, self._repeats
+
+    def _arrive(self, target: int, *, repeats: int) -> None:
+        """Do nothing: `_enter` reports this rank's arrival."""
+
+
+def checkpoint_step(found: Sequence[Any], newest: int) -> int:
+    """Return the step from which all ranks resume training.
+
+    Args:
+        found: the result of `from_checkpoint` on each rank.
+        newest: the highest step that any rank had begun.
+
+    Raises:
+        ValueError: the values differ, or cannot be a step of this run.
+    """
+    if any(one != found[0] for one in found):
+        raise ValueError(f"from_checkpoint returned a different step on some ranks: {list(found)}")
+    step = found[0]
+    if not isinstance(step, int) or isinstance(step, bool):
+        kind = type(step).__qualname__
+        raise ValueError(f"from_checkpoint must return a step number, not {kind}")
+    if not 0 <= step <= newest + 1:
+        raise ValueError(
+            f"the checkpoint does not belong to this run: the checkpoint is at step {step}, but "
+            f"the run is at step {newest}"
+        )
+    return step
