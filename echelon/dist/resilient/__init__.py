@@ -2,6 +2,8 @@
 
 from echelon.dist.resilient.kept import Stateful
 from echelon.dist.resilient.running import run
+from echelon.dist.resilient.running_pipeline import run_pipeline
+from echelon.dist.resilient.stages.setup import PipelineSetup
 from echelon.dist.resilient.training.world import World
 
-__all__ = ["Stateful", "World", "run"]
+__all__ = ["PipelineSetup", "Stateful", "World", "run", "run_pipeline"]

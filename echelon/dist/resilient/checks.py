@@ -21,6 +21,20 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
     Raises:
         ValueError: the model can be neither copied nor divided again.
     """
+    check_kind(model)
+    units = units_of(model)
+    for unit in units:
+        _check_unit(unit, world)
+        if driver_of(unit) is not driver_of(units[0]):
+            raise _cannot_continue(unit, f"is not sharded over the same mesh as {units[0]}")
+
+
+def check_kind(model: nn.Module) -> None:
+    """Check that a model consists of tensors that can be copied and restored.
+
+    Raises:
+        ValueError: the model is of another kind.
+    """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "resilient.run does not support DistributedDataParallel, whose groups it cannot "
@@ -31,11 +45,6 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
             "resilient.run does not support DTensors: it cannot recover the parts of a lost rank. "
             "Use fully_shard, or restart from a checkpoint"
         )
-    units = units_of(model)
-    for unit in units:
-        _check_unit(unit, world)
-        if driver_of(unit) is not driver_of(units[0]):
-            raise _cannot_continue(unit, f"is not sharded over the same mesh as {units[0]}")
     for name, buffer in model.named_buffers():
         places = zip(buffer.stride(), buffer.shape, strict=True)
         if any(stride == 0 and length > 1 for stride, length in places):

@@ -61,7 +61,7 @@ class KeptState:
         self._state: dict[torch.Tensor, dict[str, Any]] = {}  # the optimizer's, by parameter
         self._settings: list[dict[str, Any]] = []  # of its parameter groups
         self._others: list[dict[str, Any]] = []
-        self._random = _random_state()
+        self._random = random_state()
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +93,7 @@ class KeptState:
             self._state[parameter] = {k: _copied(v, old.get(k)) for k, v in values.items()}
         self._settings = [_settings(group) for group in self._optimizer.param_groups]
         self._others = [copy.deepcopy(one.state_dict()) for one in self._also]
-        self._random = _random_state()
+        self._random = random_state()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -115,7 +115,7 @@ class KeptState:
         self._restore_optimizer()
         for one, state in zip(self._also, self._others, strict=True):
             one.load_state_dict(copy.deepcopy(state))
-        _set_random_state(self._random)
+        set_random_state(self._random)
 
     def parts(self) -> dict[str, Any]:
         """Return the state that should be equal on all ranks, keyed by description."""
@@ -300,7 +300,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
     """Return the state of the random generators of torch, Python and, if loaded, NumPy."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -312,7 +312,8 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore a state that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -15,20 +13,17 @@ from echelon.dist import runtime
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.membership.environment import on_loss
 from echelon.dist.resilient.checks import check_model, check_optimizer, check_units
-from echelon.dist.resilient.copies.choice import named
-from echelon.dist.resilient.epochs import News
 from echelon.dist.resilient.joining import Joins
 from echelon.dist.resilient.kept import KeptState, Stateful
+from echelon.dist.resilient.protection import is_protected, listening
 from echelon.dist.resilient.replicas import Replicas
 from echelon.dist.resilient.sharded import ShardedState, num_replicas_of
 from echelon.dist.resilient.training.replicated import Training
 from echelon.dist.resilient.training.sharded import ShardedTraining
 from echelon.dist.resilient.training.world import World
-from echelon.errors import PeerLostError
-from echelon.recorder.continuation import REPLACE, SHRINK, Epoch
+from echelon.recorder.continuation import REPLACE
 
 _T = TypeVar("_T")
-_is_claimed = False  # by a protected run of this process
 
 
 def run(
@@ -119,17 +114,8 @@ def run(
     replicas.check(group.size)
     if not first <= total:
         raise ValueError(f"first must be at most total, got first={first} and total={total}")
-    is_protected = on_loss() in (SHRINK, REPLACE) and group.size > 1
+    protected = is_protected(group, "run")
     joins = Joins(is_on=on_loss() == REPLACE)
-    after = runtime.join_after()
-    if group.size > 1 and not is_protected and group.rank == 0:
-        warnings.warn(
-            "resilient.run gives no protection here: this job ends if a rank dies. Start the job "
-            "with `echelon run --on-loss shrink`",
-            stacklevel=2,
-        )
-    if is_protected:
-        _claim()
 
     def prepared(world: World) -> Callable[[int], _T]:
         compute = prepare(world)
@@ -141,40 +127,13 @@ def run(
         sharded = ShardedState(model, optimizer, also, replicas)
         training = ShardedTraining(
             prepared, sharded, first, total, on_commit, joins, from_checkpoint,
-            is_protected=is_protected,
+            is_protected=protected,
         )  # fmt: skip
     else:
         kept = KeptState(model, optimizer, also)
-        training = Training(
-            prepared, kept, first, total, on_commit, joins, is_protected=is_protected
-        )
+        training = Training(prepared, kept, first, total, on_commit, joins, is_protected=protected)
     with contextlib.ExitStack() as stack:
         stack.callback(training.close)
-        if is_protected:
-            runtime.expect_epochs()
-            take = functools.partial(_take_news, joins)
-            stack.enter_context(News(runtime.job_store(), take, after or 0))
+        if protected:
+            stack.enter_context(listening(joins))
         training.train(World(group, 0, ()))
-
-
-def _take_news(joins: Joins, epoch: Epoch) -> None:
-    """End the groups of all worlds older than an epoch after a loss. Runs on a separate thread."""
-    if epoch.left or epoch.dismissed:
-        return  # only ranks that miss the one which left have failed
-    if joins.is_orderly(epoch):
-        joins.note(epoch)
-        return
-    text = f"the launcher counts {named(epoch.lost)} as lost"
-    error = PeerLostError(text, operation="loss", sequence=epoch.number, ranks=epoch.lost)
-    runtime.end_world(error, epoch.number)
-
-
-def _claim() -> None:
-    """Refuse a second protected run in the same process."""
-    global _is_claimed
-    if _is_claimed:
-        raise ValueError(
-            "resilient.run was already called in this process: with --on-loss shrink, a single "
-            "call must train all steps"
-        )
-    _is_claimed = True

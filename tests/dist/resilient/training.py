@@ -74,7 +74,7 @@ def train_replaced(
         hosts: the host on which each rank believes to be; empty: all are on this one.
     """
     if hosts:
-        _believe_to_be_on(hosts[rank])
+        believe_to_be_on(hosts[rank])
     introduce(folder, rank)
     torch.set_num_threads(1)
     dist.init(timeout_s=600)
@@ -95,7 +95,7 @@ def train_on_hosts(
     layout: str = "",
 ) -> Any:
     """Train as ranks that believe to be on several hosts; return the same, and a rank's error."""
-    _believe_to_be_on(hosts[rank])
+    believe_to_be_on(hosts[rank])
     introduce(folder, rank)
     torch.set_num_threads(1)
     group = dist.init(timeout_s=300)
@@ -113,12 +113,111 @@ def train_on_hosts(
     return bits, worlds, [step for step, _ in training.commits]
 
 
-def _believe_to_be_on(host: int) -> None:
+def believe_to_be_on(host: int) -> None:
     real = identity._namespace
     identity._namespace = lambda kind: host if kind == "net" else real(kind)
 
 
-class Training:
+class Mortal:
+    """A rank that dies at named moments of steps.
+
+    A habit "slowly copied" never completes the copy of the step at whose "forward" the rank is to
+    die.
+    """
+
+    def __init__(self, rank: int, folder: Path, kills: list[Kill], habit: str = "") -> None:
+        self.rank, self.folder, self.kills, self.habit = rank, folder, kills, habit
+        self.step = -1
+        self.copy_step = -1  # of the copy that the thread is making
+
+    def _begin_to_die(self, step: int) -> None:
+        """Have this rank die some microseconds from now, wherever it is then."""
+        for rank, moment, when in self.kills:
+            delay, _, unit = moment.partition(" ")
+            if (rank, unit, when) == (self.rank, "us", step):
+                args = (self.folder / f"{rank}.died", int(delay) / 1e6)
+                threading.Thread(target=_die_after, args=args, daemon=True).start()
+
+    def _dies_at(self, moment: str, step: int) -> bool:
+        return (self.rank, moment, step) in self.kills
+
+    def _die_at(self, moment: str, step: int) -> None:
+        if self._dies_at(moment, step):
+            die()
+
+    def _arm(self, state: type) -> None:
+        """Have this rank die, or fail, inside functions of the package."""
+        self._before(runtime, "leave_groups", "leaving")
+        self._before(epochs.Epochs, "meet", "before the meeting")
+        self._before(kept.KeptState, "restore", "restoring")
+        self._before(kept.KeptState, "keep", "keeping")
+        self._before(rendezvous, "exchange", "regrouping")
+        self._before(copies_world.WorldCopies, "begin", "before a copy")
+        self._before(copying.Copying, "run", "in a copy")
+        self._note_copies()
+        self._before(memory.CopyMemory, "commit", "before a copy's stamp")
+        self._after(memory.CopyMemory, "commit", "after a copy's stamp")
+        self._before(state, "restore_from", "restoring shards")
+        self._before(state, "enter", "before new copies")
+        self._before(state, "release_earlier", "after new copies")
+        self._after(epochs, "arrive", "in the meeting")
+        self._after(state, "check_alike", "compared")
+        self._fail_behind_a_barrier()
+
+    def _note_copies(self) -> None:
+        """Note which copy the thread makes, which may be in the next step by then."""
+        real = copying.Copying.run
+
+        def run(copy: copying.Copying) -> None:
+            self.copy_step = copy.step
+            if self.habit == "slowly copied" and self._dies_at("forward", copy.step):
+                threading.Event().wait()
+            real(copy)
+
+        copying.Copying.run = run  # type: ignore[method-assign]
+
+    def _number(self) -> int:
+        """Return the number of the step that this thread is in, or whose result it copies."""
+        is_copying = threading.current_thread().name == copying.NAME
+        return self.copy_step - 1 if is_copying else self.step
+
+    def _before(self, owner: Any, name: str, moment: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            self._die_at(moment, self._number())
+            return real(*args, **options)
+
+        setattr(owner, name, call)
+
+    def _after(self, owner: Any, name: str, moment: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            found = real(*args, **options)
+            self._die_at(moment, self._number())
+            return found
+
+        setattr(owner, name, call)
+
+    def _fail_behind_a_barrier(self) -> None:
+        """Have this rank learn of a death in the barrier that the others have passed."""
+        real = dist.ProcessGroup.barrier
+
+        def barrier(group: dist.ProcessGroup, *args: Any, **options: Any) -> None:
+            real(group, *args, **options)
+            for rank, moment, step in self.kills:
+                if (moment, step) == ("barrier", self.step):
+                    if rank == self.rank:
+                        die()
+                    elif group.rank == group.size - 1:
+                        wait_for_end(pid_of(self.folder, rank))
+                        raise PeerLostError(f"rank {rank} died or left", ranks=[rank])
+
+        dist.ProcessGroup.barrier = barrier  # type: ignore[method-assign]
+
+
+class Training(Mortal):
     """One rank's training, with what is to kill it.
 
     Its layout is "" (replicated), "sharded", "near" (sharded, and kept among two neighbours after a
@@ -141,15 +240,12 @@ class Training:
         layout: str = "",
         full: int = 0,
     ) -> None:
-        self.full = full
-        self.rank, self.folder, self.total = rank, folder, total
-        self.kills = kills
-        self.step = -1
+        layout, _, habit = layout.partition(", ")
+        super().__init__(rank, folder, kills, habit)
+        self.full, self.total = full, total
         self.newest_join = 0
         self.held: tuple[joining.Joins, Epoch] | None = None
         self.has_stopped = False
-        self.copy_step = -1  # of the copy that the thread is making
-        layout, _, self.habit = layout.partition(", ")
         self.saves = layout.endswith(" and saved")
         self.has_replicas = layout.startswith("hsdp")
         self.from_checkpoint = self._load if self.saves else None
@@ -169,7 +265,11 @@ class Training:
         self.commits: list[tuple[int, float]] = []
 
     def run(self) -> tuple[str, list[Any], list[Any]]:
-        self._arm()
+        self._arm(sharded.ShardedState)
+        self._before(sharded_training, "send_state", "sending")
+        self._before(sharded_training, "receive_state", "receiving")
+        self._after(sharded.ShardedState, "fill", "filled")
+        self._note_joins()
         resilient.run(
             self.prepare, self.model, self.optimizer, total=self.total, also=[self.scheduler],
             on_commit=lambda step, _: self.commits.append((step, time.monotonic())),
@@ -283,61 +383,6 @@ class Training:
                 wait_until_stopped(pid_of(self.folder, rank))
                 lose(self.folder, rank)
 
-    def _begin_to_die(self, step: int) -> None:
-        """Have this rank die some microseconds from now, wherever it is then."""
-        for rank, moment, when in self.kills:
-            delay, _, unit = moment.partition(" ")
-            if (rank, unit, when) == (self.rank, "us", step):
-                args = (self.folder / f"{rank}.died", int(delay) / 1e6)
-                threading.Thread(target=_die_after, args=args, daemon=True).start()
-
-    def _dies_at(self, moment: str, step: int) -> bool:
-        return (self.rank, moment, step) in self.kills
-
-    def _die_at(self, moment: str, step: int) -> None:
-        if self._dies_at(moment, step):
-            die()
-
-    def _arm(self) -> None:
-        """Have this rank die, or fail, inside functions of the package."""
-        self._before(runtime, "leave_groups", "leaving")
-        self._before(epochs.Epochs, "meet", "before the meeting")
-        self._before(kept.KeptState, "restore", "restoring")
-        self._before(kept.KeptState, "keep", "keeping")
-        self._before(rendezvous, "exchange", "regrouping")
-        self._before(copies_world.WorldCopies, "begin", "before a copy")
-        self._before(copying.Copying, "run", "in a copy")
-        self._note_copies()
-        self._before(memory.CopyMemory, "commit", "before a copy's stamp")
-        self._after(memory.CopyMemory, "commit", "after a copy's stamp")
-        self._before(sharded.ShardedState, "restore_from", "restoring shards")
-        self._before(sharded.ShardedState, "enter", "before new copies")
-        self._before(sharded.ShardedState, "release_earlier", "after new copies")
-        self._after(epochs, "arrive", "in the meeting")
-        self._before(sharded_training, "send_state", "sending")
-        self._before(sharded_training, "receive_state", "receiving")
-        self._after(sharded.ShardedState, "fill", "filled")
-        self._after(sharded.ShardedState, "check_alike", "compared")
-        self._note_joins()
-        self._fail_behind_a_barrier()
-
-    def _note_copies(self) -> None:
-        """Note which copy the thread makes, which may be in the next step by then."""
-        real = copying.Copying.run
-
-        def run(copy: copying.Copying) -> None:
-            self.copy_step = copy.step
-            if self.habit == "slowly copied" and self._dies_at("forward", copy.step):
-                threading.Event().wait()
-            real(copy)
-
-        copying.Copying.run = run  # type: ignore[method-assign]
-
-    def _number(self) -> int:
-        """Return the number of the step that this thread is in, or whose result it copies."""
-        is_copying = threading.current_thread().name == copying.NAME
-        return self.copy_step - 1 if is_copying else self.step
-
     def _note_joins(self) -> None:
         """Let no rank join before step FULL_FROM, so that each kill finds the join it is for."""
         self.note_join = joining.Joins.note
@@ -348,41 +393,6 @@ class Training:
                 self.note_join(joins, epoch)
 
         joining.Joins.note = note  # type: ignore[method-assign]
-
-    def _before(self, owner: Any, name: str, moment: str) -> None:
-        real = getattr(owner, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            self._die_at(moment, self._number())
-            return real(*args, **options)
-
-        setattr(owner, name, call)
-
-    def _after(self, owner: Any, name: str, moment: str) -> None:
-        real = getattr(owner, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            found = real(*args, **options)
-            self._die_at(moment, self._number())
-            return found
-
-        setattr(owner, name, call)
-
-    def _fail_behind_a_barrier(self) -> None:
-        """Have this rank learn of a death in the barrier that the others have passed."""
-        real = dist.ProcessGroup.barrier
-
-        def barrier(group: dist.ProcessGroup, *args: Any, **options: Any) -> None:
-            real(group, *args, **options)
-            for rank, moment, step in self.kills:
-                if (moment, step) == ("barrier", self.step):
-                    if rank == self.rank:
-                        die()
-                    elif group.rank == group.size - 1:
-                        wait_for_end(pid_of(self.folder, rank))
-                        raise PeerLostError(f"rank {rank} died or left", ranks=[rank])
-
-        dist.ProcessGroup.barrier = barrier  # type: ignore[method-assign]
 
 
 def _die_after(stamp: Path, delay_s: float) -> None:

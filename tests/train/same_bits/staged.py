@@ -78,7 +78,7 @@ def train(rank, size, layout, backend, steps, micro_batches, folder=None, checkp
     torch.set_num_threads(1)
     dist.init(backend, timeout_s=240)
     settings = {"micro_batches": micro_batches, "seed": 7, "fingerprints": folder}
-    make = _make_staged if layout.num_stages else _make_whole
+    make = make_staged if layout.num_stages else _make_whole
     model, optimizer, same, compute = make(size, layout, settings)
     state = {"model": model, "optimizer": optimizer}
     if steps[0]:
@@ -121,7 +121,7 @@ def _grid(size):
     return (size // 2, 2) if size % 2 == 0 else (size, 1)
 
 
-def _make_staged(size, layout, settings):
+def make_staged(size, layout, settings):
     depth = layout.depth
     mesh = DeviceMesh((depth, size // depth), ("pp", "dp"))
     pp, dp = mesh.group("pp"), mesh.group("dp")

@@ -1,0 +1,70 @@
+"""Protect one call of a process against the loss of ranks, if the launcher can survive one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+
+from echelon.dist import runtime
+from echelon.dist.group import ProcessGroup
+from echelon.dist.membership.environment import on_loss
+from echelon.dist.resilient.copies.choice import named
+from echelon.dist.resilient.epochs import News
+from echelon.dist.resilient.joining import Joins
+from echelon.errors import PeerLostError
+from echelon.recorder.continuation import REPLACE, SHRINK, Epoch
+
+_is_claimed = False  # by a protected call of this process
+
+
+def is_protected(group: ProcessGroup, call: str) -> bool:
+    """Return whether losses are survived; warn on the first rank if they are not.
+
+    Args:
+        group: the world.
+        call: the name of the function that trains, for the warning.
+
+    Raises:
+        ValueError: a protected call was already made in this process.
+    """
+    global _is_claimed
+    if group.size == 1:
+        return False
+    if on_loss() not in (SHRINK, REPLACE):
+        if group.rank == 0:
+            warnings.warn(
+                f"resilient.{call} gives no protection here: this job ends if a rank dies. Start "
+                "the job with `echelon run --on-loss shrink`",
+                stacklevel=3,
+            )
+        return False
+    if _is_claimed:
+        raise ValueError(
+            f"resilient.{call} was already called in this process: with --on-loss shrink, a single "
+            "call must train all steps"
+        )
+    _is_claimed = True
+    return True
+
+
+@contextlib.contextmanager
+def listening(joins: Joins) -> Iterator[None]:
+    """Inside the context, end the groups of each world that a newer epoch replaces."""
+    runtime.expect_epochs()
+    take = functools.partial(_take_news, joins)
+    with News(runtime.job_store(), take, runtime.join_after() or 0):
+        yield
+
+
+def _take_news(joins: Joins, epoch: Epoch) -> None:
+    """End the groups of all worlds older than an epoch after a loss. Runs on a separate thread."""
+    if epoch.left or epoch.dismissed:
+        return  # only ranks that miss the one which left have failed
+    if joins.is_orderly(epoch):
+        joins.note(epoch)
+        return
+    text = f"the launcher counts {named(epoch.lost)} as lost"
+    error = PeerLostError(text, operation="loss", sequence=epoch.number, ranks=epoch.lost)
+    runtime.end_world(error, epoch.number)

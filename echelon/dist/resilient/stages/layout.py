@@ -1,0 +1,146 @@
+"""Find out which rank of a world holds which parts of the whole model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echelon.dist.group import ProcessGroup
+from echelon.dist.resilient.copies.parts import Part
+
+_CURE = "make stages with split(), which keeps the model's names, or pass Stage(prefix=...)"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One rank's part of a tensor.
+
+    Attributes:
+        shape: the shape of the whole tensor.
+        dtype: the dtype's name.
+        start: the index of the first element in the flattened tensor.
+        length: the number of elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    length: int
+
+    @property
+    def kind(self) -> str:
+        """The whole tensor's dtype and shape, for messages."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+Row = dict[str, Holding]  # of one rank, by name
+
+
+class Layout:
+    """The parts that the ranks of a world hold.
+
+    Args:
+        rows: the parts of each rank.
+        ranks: each rank's number, as numbered by the launcher.
+
+    Attributes:
+        sets: the places of the ranks, in sets that hold the same parts.
+        kinds: dtype and shape of each tensor of the whole model, by name.
+        shared: a text for messages for each part that several ranks hold, by name, first element
+            and number of elements.
+
+    Raises:
+        ValueError: ranks hold different tensors of the same name, or do not hold all elements.
+    """
+
+    def __init__(self, rows: Sequence[Row], ranks: Sequence[int]) -> None:
+        holders: dict[str, list[int]] = {}
+        for place, row in enumerate(rows):
+            for name in row:
+                holders.setdefault(name, []).append(place)
+        self.kinds: dict[str, str] = {}
+        for name, places in holders.items():
+            self.kinds[name] = rows[places[0]][name].kind
+            for place in places:
+                if rows[place][name].kind != self.kinds[name]:
+                    raise ValueError(
+                        f"{name!r} is {self.kinds[name]} on rank {ranks[places[0]]}, but "
+                        f"{rows[place][name].kind} on rank {ranks[place]}: {_CURE}"
+                    )
+            _check_covered(name, [rows[place][name] for place in places])
+        self.sets = _sets(rows)
+        counts = Counter((name, one.start, one.length) for row in rows for name, one in row.items())
+        self.shared = {
+            (name, start, length): f"{name!r}, elements {start} to {start + length - 1},"
+            if length < math.prod(rows[holders[name][0]][name].shape)
+            else f"{name!r}"
+            for (name, start, length), count in counts.items()
+            if count > 1 and length
+        }
+
+    @classmethod
+    def agreed(cls, parts: dict[str, Part], group: ProcessGroup) -> Layout:
+        """Exchange the parts that the ranks of a group hold. Collective.
+
+        Raises:
+            ValueError: see the class.
+            CollectiveError: a rank was lost.
+        """
+        mine = {
+            name: [list(one.shape), _dtype(one), one.start, one.length]
+            for name, one in parts.items()
+        }
+        rows = [
+            {
+                name: Holding(tuple(shape), dtype, start, length)
+                for name, (shape, dtype, start, length) in row.items()
+            }
+            for row in group.all_gather_object(mine)
+        ]
+        return cls(rows, group.ranks)
+
+    def check_same_model(self, before: Layout) -> None:
+        """Check that this is a layout of the same whole model as in an earlier world.
+
+        Raises:
+            ValueError: a tensor is missing, was added, or has another shape or dtype.
+        """
+        for name in sorted(before.kinds.keys() | self.kinds.keys()):
+            was, now = before.kinds.get(name), self.kinds.get(name)
+            if was != now:
+                raise ValueError(
+                    "build must make the same whole model in every world, but "
+                    f"{name!r} was {was or 'not there'} before the loss, and is "
+                    f"{now or 'not there'} now"
+                )
+
+
+def _dtype(part: Part) -> str:
+    return str(part.data.dtype).removeprefix("torch.")
+
+
+def _check_covered(name: str, found: Sequence[Holding]) -> None:
+    """Check that the distinct parts of a tensor cover each of its elements exactly once."""
+    end = 0
+    for start, length in sorted({(one.start, one.length) for one in found if one.length}):
+        if start > end:
+            raise ValueError(f"no rank holds the elements {end} to {start - 1} of {name!r}")
+        if start < end:
+            raise ValueError(
+                f"ranks hold different parts of {name!r} that overlap: divide a stage in the same "
+                "way in all replicas"
+            )
+        end = start + length
+    numel = math.prod(found[0].shape)
+    if end != numel:
+        raise ValueError(f"no rank holds the elements {end} to {numel - 1} of {name!r}")
+
+
+def _sets(rows: Sequence[Row]) -> list[list[int]]:
+    sets: dict[frozenset[tuple[str, int, int]], list[int]] = {}
+    for place, row in enumerate(rows):
+        held = frozenset((name, one.start, one.length) for name, one in row.items())
+        sets.setdefault(held, []).append(place)
+    return list(sets.values())

@@ -1,0 +1,105 @@
+"""The objects that train a pipeline in one world, as a program's `build` function returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp.parameters.member import member_of
+from echelon.dist.fsdp.parameters.slices import slice_of
+from echelon.dist.pipeline import Pipeline, Stage
+from echelon.dist.resilient.checks import check_kind
+from echelon.dist.resilient.copies.parts import Part, sharded_parts
+from echelon.dist.resilient.kept import Stateful
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSetup(Generic[_T]):
+    """The objects that train a pipeline in one world; see `run_pipeline`.
+
+    Attributes:
+        pipe: the pipeline.
+        optimizer: the optimizer of the pipeline's parameters.
+        train_step: computes one step, given the step's number. It must change only the pipeline's
+            parameters and buffers, the optimizer, `also` and random numbers.
+        also: schedules and other objects whose state the steps change. Their state must be equal on
+            all ranks.
+
+    Example:
+        >>> stage = Stage(nn.Linear(4, 4), index=0, num_stages=1)
+        >>> pipe = Pipeline([stage], num_microbatches=2, loss_fn=nn.MSELoss())
+        >>> optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        >>> setup = PipelineSetup(pipe, optimizer, lambda step: None, also=[schedule])
+    """
+
+    pipe: Pipeline
+    optimizer: torch.optim.Optimizer
+    train_step: Callable[[int], _T]
+    also: Sequence[Stateful] = ()
+
+
+def check_setup(setup: Any) -> None:
+    """Check that the state of all objects can be copied and restored.
+
+    Raises:
+        ValueError: `build` returned something else, or a part of it cannot be restored.
+    """
+    if not isinstance(setup, PipelineSetup):
+        raise ValueError(f"build must return a PipelineSetup, not {type(setup).__name__}")
+    check_kind(setup.pipe.module)
+    known = set(setup.pipe.parameters())
+    for name, tensor in named_tensors(setup.pipe.stages):
+        if slice_of(tensor) is not None:
+            raise ValueError(
+                f"resilient.run_pipeline does not support tensor parallelism: {name!r} is divided"
+            )
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name!r} is on {tensor.device}, where copies of stages have not been tried"
+            )
+    for group in setup.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise ValueError(
+                    "resilient.run_pipeline cannot restore a parameter that is in the optimizer, "
+                    f"but not in the pipeline: its shape is {list(parameter.shape)}"
+                )
+
+
+def named_tensors(stages: Sequence[Stage]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of stages, with all of their names in the whole model."""
+    for stage in stages:
+        module = stage.module
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            yield stage.prefix + name, parameter
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            yield stage.prefix + name, buffer
+
+
+def named_modules(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of stages, with their names in the whole model."""
+    for stage in stages:
+        for name, module in stage.module.named_modules(remove_duplicate=False):
+            yield (stage.prefix + name).removesuffix("."), module
+
+
+def parts_of(stages: Sequence[Stage]) -> dict[str, Part]:
+    """Return what a rank's stages hold of the whole model, by name.
+
+    A tensor that has several names is returned for each of them, because stages that are built
+    later may hold it under one of these names alone.
+    """
+    found: dict[str, Part] = {}
+    for stage in stages:
+        found |= sharded_parts(stage.module, stage.prefix)
+    for name, tensor in named_tensors(stages):
+        if member_of(tensor) is None:
+            found[name] = Part.whole(name, tensor)
+    return found

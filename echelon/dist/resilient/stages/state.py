@@ -1,0 +1,201 @@
+"""Keep the state of a pipeline's stages so that the state survives the loss of ranks.
+
+Each rank copies parameters, buffers and optimizer state of its stages into memory that outlives the
+rank; see `copied.py`. They are named as in the whole model, so that stages that are built for other
+ranks can be filled from them. Each rank keeps its own copy of the state that is equal on all ranks
+(schedules), and of the state of its random generators.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.dist.fsdp.control import reshard
+from echelon.dist.group import ProcessGroup
+from echelon.dist.pipeline import Pipeline
+from echelon.dist.resilient.copied import CopiedState
+from echelon.dist.resilient.copies.choice import Choice, Sets
+from echelon.dist.resilient.copies.parts import Part, exposed_storages
+from echelon.dist.resilient.copies.shards import ShardsRestore, ShardsWriter
+from echelon.dist.resilient.copies.world import collected
+from echelon.dist.resilient.digest import digest
+from echelon.dist.resilient.kept import random_state, set_random_state
+from echelon.dist.resilient.stages.facts import Facts, facts_of
+from echelon.dist.resilient.stages.layout import Layout
+from echelon.dist.resilient.stages.setup import PipelineSetup, check_setup, parts_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What a rank keeps in its own memory."""
+
+    also: list[dict[str, Any]]
+    random: dict[str, Any]
+
+
+class StagesState(CopiedState):
+    """The state of this rank's stages at the start of each of the last two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setup: PipelineSetup[Any] | None = None
+        self._layout: Layout | None = None  # of the newest world
+        self._rest: list[_Rest | None] = [None, None]
+
+    @property
+    def setup(self) -> PipelineSetup[Any]:
+        """The objects of the current world."""
+        assert self._setup is not None
+        return self._setup
+
+    def forget(self) -> Callable[[], Pipeline | None]:
+        """Forget the objects of the world before, so that their memory is free for the next.
+
+        Returns:
+            A reference to that world's pipeline, as long as it exists.
+        """
+        self.close()
+        if self._setup is None:
+            return lambda: None
+        before = weakref.ref(self._setup.pipe)
+        self._setup = None
+        gc.collect()  # the objects of a pipeline refer to each other
+        return before
+
+    def adopt(self, setup: PipelineSetup[Any]) -> None:
+        """Take over the objects of a new world. Local.
+
+        Raises:
+            ValueError: a part of them cannot be restored.
+        """
+        check_setup(setup)
+        self._setup = setup
+
+    def agree(self, group: ProcessGroup) -> None:
+        """Exchange which rank holds which parts. Collective.
+
+        Raises:
+            ValueError: the stages are not the whole model, or not that of the world before.
+            CollectiveError: a rank was lost.
+        """
+        layout = Layout.agreed(self._parts(), group)
+        if self._layout is not None:
+            layout.check_same_model(self._layout)
+        self._layout = layout
+
+    def _parts(self) -> dict[str, Part]:
+        return parts_of(self.setup.pipe.stages)
+
+    def _live_optimizer(self) -> torch.optim.Optimizer:
+        return self.setup.optimizer
+
+    def _sets(self, group: ProcessGroup) -> Sets:  # noqa: ARG002 -- of the layout's group
+        assert self._layout is not None
+        return self._layout.sets
+
+    def keep(self, step: int, *, overlaps: bool = False) -> None:
+        """See `CopiedState.keep`.
+
+        Raises:
+            ValueError: the optimizer has state that would not be copied.
+        """
+        for stage in self.setup.pipe.stages:
+            reshard(stage.module)
+        super().keep(step, overlaps=overlaps)
+
+    def _keep_rest(self, turn: int) -> None:
+        also = [copy.deepcopy(one.state_dict()) for one in self.setup.also]
+        self._rest[turn] = _Rest(also, random_state())
+
+    def _make_writer(self) -> ShardsWriter:
+        setup, parts = self.setup, self._parts()
+        known = {part.tensor for part in parts.values()}
+        if not setup.optimizer.state.keys() <= known:
+            raise ValueError(
+                "the optimizer has state that belongs to none of the pipeline's parameters, and "
+                "could not be restored"
+            )
+        exposed = exposed_storages([stage.module for stage in setup.pipe.stages], parts)
+        return ShardsWriter(parts, setup.optimizer, exposed=exposed, facts=facts_of(setup))
+
+    def check_alike(self, group: ProcessGroup) -> None:
+        """Check that all state that should be equal on several ranks is. Collective.
+
+        These are parts that several ranks hold, such as replicas, and `also`.
+
+        Raises:
+            ValueError: a part differs between ranks, or cannot be compared.
+        """
+        rest = self._rest[self._at]
+        assert rest is not None
+        assert self._layout is not None
+        mine = {"also=": digest(rest.also)}
+        state = self.setup.optimizer.state
+        for part in self._parts().values():
+            what = self._layout.shared.get((part.name, part.start, part.length))
+            if what is not None:
+                mine[what] = digest([part.data, dict(state.get(part.tensor, {}))])
+        seen: dict[str, tuple[str, int]] = {}
+        for rank, row in zip(group.ranks, group.all_gather_object(mine), strict=True):
+            for what, found in row.items():
+                first, first_rank = seen.setdefault(what, (found, rank))
+                if found != first:
+                    raise ValueError(
+                        f"resilient.run_pipeline needs state that several ranks hold to be "
+                        f"identical on them, because any of them may be lost: {what} on rank "
+                        f"{rank} differs from that on rank {first_rank}"
+                    )
+
+    # ---- after a loss ----
+
+    def restore_rest(self, step: int | None) -> None:
+        """Restore `also` and the random generators. Local."""
+        if step is not None:
+            self._at = self._rest_steps.index(step)
+        rest, also = self._rest[self._at], self.setup.also
+        assert rest is not None
+        if len(rest.also) != len(also):
+            raise ValueError(
+                f"build must return the same also= in every world, but it has {len(also)} objects "
+                f"now, and had {len(rest.also)} before the loss"
+            )
+        for one, kept in zip(also, rest.also, strict=True):
+            one.load_state_dict(copy.deepcopy(kept))
+        set_random_state(rest.random)
+
+    def restore_from(self, choice: Choice, group: ProcessGroup) -> None:
+        """Fill the stages and the optimizer of a new world. Collective.
+
+        Raises:
+            ValueError: `build` has put parameters that had different settings into one group.
+            CollectiveError: a rank was lost, or a copy cannot be read.
+        """
+        restore, facts = ShardsRestore(self._parts(), self.setup.optimizer), Facts()
+        for one in collected(self._worlds, group, choice.version, choice.holders):
+            facts.add(restore.add(one).facts)
+        restore.finish()
+        facts.apply(self.setup)
+        for parameter in self.setup.pipe.parameters():
+            parameter.grad = None
+
+    def restart(self, group: ProcessGroup) -> None:  # noqa: ARG002 -- of sharded models
+        """See `CopiedState.restart`."""
+        self._rest_steps = [-1, -1]
+
+    def restore(self) -> None:
+        """Restore the random generators. All else is as it was kept: nothing was built since."""
+        rest = self._rest[self._at]
+        assert rest is not None
+        set_random_state(rest.random)
+
+    def drop(self) -> None:
+        """See `CopiedState.drop`."""
+        super().drop()
+        self._rest = [None, None]

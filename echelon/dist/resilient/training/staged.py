@@ -1,0 +1,64 @@
+"""Train a pipeline; when a rank is lost, its stages are built again and restored from copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from echelon.dist.resilient.joining import Joins
+from echelon.dist.resilient.stages.setup import PipelineSetup
+from echelon.dist.resilient.stages.state import StagesState
+from echelon.dist.resilient.training.copied import CopiedTraining
+from echelon.dist.resilient.training.world import World
+
+_T = TypeVar("_T")
+
+
+class StagedTraining(CopiedTraining[_T]):
+    """One call to `run_pipeline` on this rank.
+
+    The program builds its objects in each world before anything is restored, because the stages of
+    a rank depend on the number of ranks. The state is then filled in by name.
+    """
+
+    _state: StagesState
+
+    def __init__(
+        self,
+        build: Callable[[World], PipelineSetup[_T]],
+        first: int,
+        total: int,
+        on_commit: Callable[[int, _T], None] | None,
+        from_checkpoint: Callable[[PipelineSetup[_T]], int] | None,
+        *,
+        is_protected: bool,
+    ) -> None:
+        super().__init__(
+            lambda _: self.setup.train_step, StagesState(), first, total, on_commit,
+            Joins(is_on=False), has_checkpoint=from_checkpoint is not None,
+            is_protected=is_protected,
+        )  # fmt: skip
+        self._build = build
+        self._from_checkpoint = from_checkpoint
+
+    @property
+    def setup(self) -> PipelineSetup[_T]:
+        """The objects of the current world."""
+        return self._state.setup
+
+    def _call_from_checkpoint(self) -> int:
+        assert self._from_checkpoint is not None
+        return self._from_checkpoint(self.setup)
+
+    def _enter(self, world: World) -> None:
+        before = self._state.forget()
+        setup = self._build(world)
+        self._state.adopt(setup)
+        if setup.pipe is before():
+            raise ValueError(
+                "build returned the pipeline of an earlier world, whose groups have ended: make "
+                "groups, stages, pipeline and optimizer again in each call"
+            )
+        if self._may_continue:
+            self._state.agree(world.group)
+        super()._enter(world)
