@@ -115,7 +115,7 @@ class PipelineTraining(Mortal):
         settings = {"micro_batches": MICRO_BATCHES, "seed": 7, "probe": world.epoch == 0}
         size = world.group.size
         pipe, optimizer, same, compute = make_staged(size, self.layouts[size], settings)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         self._watch(pipe)
         self.worlds.append((world.epoch, world.lost, size))
         if world.epoch:
@@ -141,7 +141,7 @@ class PipelineTraining(Mortal):
             drawn = torch.rand(3)  # the same on all ranks
             for stage in pipe.stages:
                 for buffer in stage.module.buffers():
-                    buffer.copy_(drawn)
+                    buffer.mul_(0.5).add_(drawn)
             optimizer.step()
             self._die_at("after the optimizer", step)
             schedule.step()

@@ -24,6 +24,7 @@ class Part:
         data: the elements, in memory that belongs to the model.
         tensor: the tensor that the optimizer knows, which has the shape of the divided values in
             the optimizer's state.
+        stage: the index of the stage that holds it, if the model is a pipeline.
     """
 
     name: str
@@ -32,11 +33,12 @@ class Part:
     length: int
     data: torch.Tensor
     tensor: torch.Tensor
+    stage: int = 0
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor) -> Part:
+    def whole(cls, name: str, tensor: torch.Tensor, stage: int) -> Part:
         """Return all of a tensor."""
-        return cls(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach(), tensor)
+        return cls(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach(), tensor, stage)
 
     def divides(self, value: Any) -> bool:
         """Return whether a value in the optimizer's state has one element per element of this."""
@@ -45,14 +47,13 @@ class Part:
         )
 
 
-def sharded_parts(module: nn.Module, prefix: str = "") -> dict[str, Part]:
+def sharded_parts(module: nn.Module, prefix: str = "", stage: int = 0) -> dict[str, Part]:
     """Return this rank's shards of a module, by the parameters' names with a prefix."""
-    return {
-        prefix + name: Part(
-            prefix + name, one.shape, one.start, one.length, one.data, one.parameter
-        )
+    found = [
+        Part(prefix + name, one.shape, one.start, one.length, one.data, one.parameter, stage)
         for name, one in shards(module).items()
-    }
+    ]
+    return {one.name: one for one in found}
 
 
 def exposed_storages(modules: Iterable[nn.Module], parts: Mapping[str, Part]) -> set[int]:

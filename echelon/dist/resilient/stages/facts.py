@@ -29,7 +29,7 @@ def facts_of(setup: PipelineSetup[Any]) -> dict[str, Any]:
         "modes": {name: found.pop() for name, found in modes.items() if len(found) == 1},
         "trains": {
             name: one.requires_grad
-            for name, one in named_tensors(stages)
+            for name, one, _ in named_tensors(stages)
             if isinstance(one, torch.nn.Parameter)
         },
         "groups": [
@@ -69,7 +69,7 @@ class Facts:
             found = self._modes.get(name, set())
             if len(found) == 1:  # stages that have the same name may differ
                 (module.training,) = found
-        for name, tensor in named_tensors(stages):
+        for name, tensor, _ in named_tensors(stages):
             trains = self._trains.get(name, tensor.requires_grad)
             if tensor.requires_grad != trains and tensor.is_leaf:
                 tensor.requires_grad_(trains)
@@ -102,7 +102,7 @@ class Facts:
 def _names(setup: PipelineSetup[Any]) -> dict[torch.Tensor, list[str]]:
     """Return the names of each parameter of the optimizer in the whole model."""
     found: dict[torch.Tensor, list[str]] = {}
-    for name, tensor in named_tensors(setup.pipe.stages):
+    for name, tensor, _ in named_tensors(setup.pipe.stages):
         found.setdefault(tensor, []).append(name)
     return found
 

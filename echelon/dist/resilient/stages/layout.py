@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.parts import Part
 
-_CURE = "make stages with split(), which keeps the model's names, or pass Stage(prefix=...)"
+CURE = "make stages with split(), which keeps the model's names, or pass Stage(prefix=...)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,14 @@ class Holding:
         dtype: the dtype's name.
         start: the index of the first element in the flattened tensor.
         length: the number of elements.
+        stage: the index of the stage that holds it.
     """
 
     shape: tuple[int, ...]
     dtype: str
     start: int
     length: int
+    stage: int = 0
 
     @property
     def kind(self) -> str:
@@ -67,7 +69,7 @@ class Layout:
                 if rows[place][name].kind != self.kinds[name]:
                     raise ValueError(
                         f"{name!r} is {self.kinds[name]} on rank {ranks[places[0]]}, but "
-                        f"{rows[place][name].kind} on rank {ranks[place]}: {_CURE}"
+                        f"{rows[place][name].kind} on rank {ranks[place]}: {CURE}"
                     )
             _check_covered(name, [rows[place][name] for place in places])
         self.sets = _sets(rows)
@@ -89,14 +91,11 @@ class Layout:
             CollectiveError: a rank was lost.
         """
         mine = {
-            name: [list(one.shape), _dtype(one), one.start, one.length]
+            name: [list(one.shape), _dtype(one), one.start, one.length, one.stage]
             for name, one in parts.items()
         }
         rows = [
-            {
-                name: Holding(tuple(shape), dtype, start, length)
-                for name, (shape, dtype, start, length) in row.items()
-            }
+            {name: Holding(tuple(shape), *others) for name, (shape, *others) in row.items()}
             for row in group.all_gather_object(mine)
         ]
         return cls(rows, group.ranks)
@@ -139,8 +138,8 @@ def _check_covered(name: str, found: Sequence[Holding]) -> None:
 
 
 def _sets(rows: Sequence[Row]) -> list[list[int]]:
-    sets: dict[frozenset[tuple[str, int, int]], list[int]] = {}
+    sets: dict[frozenset[tuple[str, int, int, int]], list[int]] = {}
     for place, row in enumerate(rows):
-        held = frozenset((name, one.start, one.length) for name, one in row.items())
+        held = frozenset((name, one.start, one.length, one.stage) for name, one in row.items())
         sets.setdefault(held, []).append(place)
     return list(sets.values())

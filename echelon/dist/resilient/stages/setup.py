@@ -55,7 +55,7 @@ def check_setup(setup: Any) -> None:
         raise ValueError(f"build must return a PipelineSetup, not {type(setup).__name__}")
     check_kind(setup.pipe.module)
     known = set(setup.pipe.parameters())
-    for name, tensor in named_tensors(setup.pipe.stages):
+    for name, tensor, _ in named_tensors(setup.pipe.stages):
         if slice_of(tensor) is not None:
             raise ValueError(
                 f"resilient.run_pipeline does not support tensor parallelism: {name!r} is divided"
@@ -73,14 +73,17 @@ def check_setup(setup: Any) -> None:
                 )
 
 
-def named_tensors(stages: Sequence[Stage]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of stages, with all of their names in the whole model."""
+def named_tensors(stages: Sequence[Stage]) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Yield the parameters and buffers of stages.
+
+    Each is yielded with all of its names in the whole model, and with the index of its stage.
+    """
     for stage in stages:
         module = stage.module
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            yield stage.prefix + name, parameter
+            yield stage.prefix + name, parameter, stage.index
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            yield stage.prefix + name, buffer
+            yield stage.prefix + name, buffer, stage.index
 
 
 def named_modules(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Module]]:
@@ -98,8 +101,8 @@ def parts_of(stages: Sequence[Stage]) -> dict[str, Part]:
     """
     found: dict[str, Part] = {}
     for stage in stages:
-        found |= sharded_parts(stage.module, stage.prefix)
-    for name, tensor in named_tensors(stages):
+        found |= sharded_parts(stage.module, stage.prefix, stage.index)
+    for name, tensor, stage_index in named_tensors(stages):
         if member_of(tensor) is None:
-            found[name] = Part.whole(name, tensor)
+            found[name] = Part.whole(name, tensor, stage_index)
     return found

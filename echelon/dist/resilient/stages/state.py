@@ -28,7 +28,7 @@ from echelon.dist.resilient.copies.world import collected
 from echelon.dist.resilient.digest import digest
 from echelon.dist.resilient.kept import random_state, set_random_state
 from echelon.dist.resilient.stages.facts import Facts, facts_of
-from echelon.dist.resilient.stages.layout import Layout
+from echelon.dist.resilient.stages.layout import CURE, Layout
 from echelon.dist.resilient.stages.setup import PipelineSetup, check_setup, parts_of
 
 
@@ -136,21 +136,23 @@ class StagesState(CopiedState):
         rest = self._rest[self._at]
         assert rest is not None
         assert self._layout is not None
-        mine = {"also=": digest(rest.also)}
+        mine: dict[str, Any] = {"also=": [digest(rest.also), -1]}
         state = self.setup.optimizer.state
         for part in self._parts().values():
             what = self._layout.shared.get((part.name, part.start, part.length))
             if what is not None:
-                mine[what] = digest([part.data, dict(state.get(part.tensor, {}))])
-        seen: dict[str, tuple[str, int]] = {}
+                found = digest([part.data, dict(state.get(part.tensor, {}))])
+                mine[what] = [found, part.stage]
+        seen: dict[str, tuple[int, str, int]] = {}
         for rank, row in zip(group.ranks, group.all_gather_object(mine), strict=True):
-            for what, found in row.items():
-                first, first_rank = seen.setdefault(what, (found, rank))
-                if found != first:
+            for what, (found, stage) in row.items():
+                first, expected, first_stage = seen.setdefault(what, (rank, found, stage))
+                if found != expected:
                     raise ValueError(
                         f"resilient.run_pipeline needs state that several ranks hold to be "
                         f"identical on them, because any of them may be lost: {what} on rank "
-                        f"{rank} differs from that on rank {first_rank}"
+                        f"{rank} differs from that on rank {first}"
+                        + ("" if stage == first_stage else f": {CURE}")
                     )
 
     # ---- after a loss ----
