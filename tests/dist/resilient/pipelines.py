@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ class PipelineTraining(Mortal):
         self.worlds: list[tuple[int, tuple[int, ...], int]] = []
         self.commits: list[int] = []
         self.num_forwards = 0  # in this step
+        self.built: weakref.ref[Any] | None = None  # the newest pipeline
 
     def run(self) -> str:
         self._arm(StagesState)
@@ -112,11 +114,13 @@ class PipelineTraining(Mortal):
     def build(self, world: resilient.World) -> resilient.PipelineSetup[float]:
         if world.epoch:
             self._die_at("before build", self.step)
+            assert self.built is None or self.built() is None, "two models would need memory"
         settings = {"micro_batches": MICRO_BATCHES, "seed": 7, "probe": world.epoch == 0}
         size = world.group.size
         pipe, optimizer, same, compute = make_staged(size, self.layouts[size], settings)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         self._watch(pipe)
+        self.built = weakref.ref(pipe.stages[0].module)
         self.worlds.append((world.epoch, world.lost, size))
         if world.epoch:
             self._die_at("after build", self.step)

@@ -10,6 +10,7 @@ from echelon.dist.resilient.stages.setup import PipelineSetup
 from echelon.dist.resilient.stages.state import StagesState
 from echelon.dist.resilient.training.copied import CopiedTraining
 from echelon.dist.resilient.training.world import World
+from echelon.errors import CollectiveError
 
 _T = TypeVar("_T")
 
@@ -62,3 +63,20 @@ class StagedTraining(CopiedTraining[_T]):
         if self._may_continue:
             self._state.agree(world.group)
         super()._enter(world)
+
+    def _recover(self, err: CollectiveError) -> World:
+        world = super()._recover(err)
+        _forget_frames(err)  # what keeps the error must not keep the stages that it passed
+        return world
+
+
+def _forget_frames(err: BaseException) -> None:
+    """Release the frames that an error, and each error behind it, has left."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [err]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [one.__context__, one.__cause__]
