@@ -295,6 +295,17 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) ->
     return _need().regroup(ranks, epoch, facts, timeout_s)
 
 
+def set_timeout(timeout_s: float) -> None:
+    """Set the timeout of all groups of this world, and of those that are created later.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    state = _need()
+    state.timeout_s = timeout_s
+    state.maker.set_timeout(timeout_s)
+
+
 def expect_epochs() -> None:
     """Declare that `end_world` may be called from now on. Every rank must call this function.
 

@@ -102,6 +102,25 @@ class CopiedState(ABC):
     def restore(self) -> None:
         """Restore the last state that was kept in this world, and drop the gradients. Local."""
 
+    @abstractmethod
+    def contents(self) -> dict[str, Any]:
+        """Return the state that a joining rank needs besides the copies; see `fill`. Local."""
+
+    @abstractmethod
+    def fill(self, contents: dict[str, Any], step: int) -> None:
+        """Adopt the state, other than copies, that another rank has kept. Local.
+
+        Args:
+            step: the step at whose start the other rank kept this state.
+
+        Raises:
+            ValueError: it does not match this rank's objects.
+        """
+
+    @abstractmethod
+    def joined_parts(self) -> dict[str, Any]:
+        """Return the state that a joining rank has received, keyed by description."""
+
     # ---- while training ----
 
     def enter(self, group: ProcessGroup, epoch: int) -> None:

@@ -32,8 +32,10 @@ def run_pipeline(
     build a pipeline for the remaining ranks, restore the state from the start of that step, and
     repeat the step. Their processes are not restarted. With gradients that do not depend on the
     layout (`echelon.train.same_bits.SameBitsPipeline`), the result is bitwise identical to that of
-    a run without losses. Under other launchers or settings, `run_pipeline` warns and trains without
-    this protection.
+    a run without losses. Under `--on-loss replace`, a new process also takes the place of each lost
+    rank at the end of a step: it calls this function like any other rank, and builds its stages
+    with the others. Under other launchers or settings, `run_pipeline` warns and trains without this
+    protection.
 
     Every rank must call `run_pipeline` after `echelon.dist.init`. Each step ends with a barrier.
     Each rank keeps copies of the last two states of its stages, and of other ranks' stages if there
@@ -41,11 +43,11 @@ def run_pipeline(
 
     Args:
         build: creates all objects that train: groups, stages, pipeline, optimizer, schedules. It is
-            called at the start, and again after each loss, once all earlier groups are closed. In
-            every world, the stages of all ranks must be the same whole model, with the same names
-            (see `echelon.dist.pipeline.split`), whether they are replicated or sharded. Their
-            initial values matter only at the start: after a loss, parameters, buffers, the
-            optimizer's state and settings, `also` and random numbers are restored afterwards.
+            called at the start, and again after each loss and each join, once all earlier groups
+            are closed. In every world, the stages of all ranks must be the same whole model, with
+            the same names (see `echelon.dist.pipeline.split`), whether they are replicated or
+            sharded. Their initial values matter only at the start: afterwards, parameters, buffers,
+            the optimizer's state and settings, `also` and random numbers are restored.
         total: the number of the last step, plus one.
         first: the number of the first step.
         on_commit: called once per step on each rank, with the step's number and result, after the
@@ -62,11 +64,12 @@ def run_pipeline(
     Raises:
         ValueError: there is no world, `build` has returned objects that cannot be restored or are
             not the same whole model as before, state that several ranks hold differs between them,
-            the job was started with `--on-loss replace`, or another protected call was made in this
-            process.
+            or another protected call was made in this process.
         CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
             too few ranks are left or no rank has died; or all copies of a stage are lost, and there
             is no `from_checkpoint`.
+        SystemExit: with code 0, in a process that is still waiting to join when the other ranks
+            finish.
 
     Example:
         >>> from echelon.dist.canonical import even_runs
@@ -100,18 +103,14 @@ def run_pipeline(
     group = runtime.world()
     if not first <= total:
         raise ValueError(f"first must be at most total, got first={first} and total={total}")
-    if on_loss() == REPLACE:
-        raise ValueError(
-            "resilient.run_pipeline cannot replace lost ranks: start the job with "
-            "`echelon run --on-loss shrink`"
-        )
     protected = is_protected(group, "run_pipeline")
+    joins = Joins(is_on=on_loss() == REPLACE)
     training = StagedTraining(
-        build, first, total, on_commit, from_checkpoint, is_protected=protected
+        build, first, total, on_commit, joins, from_checkpoint, is_protected=protected
     )
     with contextlib.ExitStack() as stack:
         stack.callback(training.close)
         if protected:
-            stack.enter_context(listening(Joins(is_on=False)))
+            stack.enter_context(listening(joins))
         training.train(World(group, 0, ()))
     return training.setup

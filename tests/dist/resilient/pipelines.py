@@ -13,10 +13,11 @@ import echelon.dist as dist
 from echelon.dist import checkpoint, resilient
 from echelon.dist.resilient import joining
 from echelon.dist.resilient.stages.state import StagesState
+from echelon.dist.resilient.training import copied as copied_training
 from echelon.errors import CollectiveError
 from echelon.train.same_bits import fingerprint
 from tests.dist.resilient.agent import introduce, note_done
-from tests.dist.resilient.training import Kill, Mortal, believe_to_be_on
+from tests.dist.resilient.training import FULL_FROM, Kill, Mortal, believe_to_be_on
 from tests.train.same_bits.staged import Layout, make_staged
 
 MICRO_BATCHES = 6
@@ -87,23 +88,58 @@ def train(
     return bits, training.worlds, training.commits, [str(one.message) for one in seen]
 
 
+def train_replaced(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    total: int,
+    kind: str,
+    hosts: tuple[int, ...],
+    kills: dict[int, list[Kill]],
+) -> Any:
+    """Train where lost ranks are replaced; return the bits, worlds and committed steps."""
+    if hosts:
+        believe_to_be_on(hosts[rank])
+    introduce(folder, rank)
+    torch.set_num_threads(1)
+    dist.init(timeout_s=600)
+    training = PipelineTraining(rank, folder, total, kills[rank], kind, full=world_size)
+    bits = training.run()
+    note_done(folder, rank)
+    dist.shutdown()
+    return bits, training.worlds, training.commits
+
+
 class PipelineTraining(Mortal):
     """One rank's training, with what is to kill it."""
 
-    def __init__(self, rank: int, folder: Path, total: int, kills: list[Kill], kind: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        folder: Path,
+        total: int,
+        kills: list[Kill],
+        kind: str,
+        full: int = 0,
+    ) -> None:
         kind, _, habit = kind.partition(", ")
-        super().__init__(rank, folder, kills, habit)
+        super().__init__(rank, folder, kills, habit, full)
         self.layouts, self.total = LAYOUTS[kind], total
         self.saves = habit == "saved"
         self.from_checkpoint = self._load if self.saves else None
         self.worlds: list[tuple[int, tuple[int, ...], int]] = []
         self.commits: list[int] = []
         self.num_forwards = 0  # in this step
+        self.timeout_s = dist.world().timeout_s
         self.built: weakref.ref[Any] | None = None  # the newest pipeline
 
     def run(self) -> str:
         self._arm(StagesState)
         self._before(checkpoint, "load", "loading")
+        self._before(copied_training, "send_state", "sending")
+        self._before(copied_training, "receive_state", "receiving")
+        self._after(StagesState, "fill", "filled")
+        self._note_joins()
         self._before(joining.Joins, "end_step_with", "end of the step")
         setup = resilient.run_pipeline(
             self.build, total=self.total, on_commit=lambda step, _: self.commits.append(step),
@@ -120,6 +156,8 @@ class PipelineTraining(Mortal):
         pipe, optimizer, same, compute = make_staged(size, self.layouts[size], settings)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         self._watch(pipe)
+        if world.epoch and self.full:
+            assert pipe.group.timeout_s > self.timeout_s, "others may still build their stages"
         self.built = weakref.ref(pipe.stages[0].module)
         self.worlds.append((world.epoch, world.lost, size))
         if world.epoch:
@@ -131,7 +169,10 @@ class PipelineTraining(Mortal):
 
         def train_step(step: int) -> float:
             self.step, self.num_forwards = step, 0
-            if any(when == step for _, _, when in self.kills):
+            assert pipe.group.timeout_s == pipe.replicas.timeout_s == self.timeout_s
+            if self.full and step >= FULL_FROM and size < self.full:
+                self._wait_for_others(world)
+            if not self.full and any(when == step for _, _, when in self.kills):
                 world.group.barrier()  # else a rank may die before others begin
             if self.saves and step == SAVED_STEP:
                 state = self._state(pipe, optimizer, schedule, step)

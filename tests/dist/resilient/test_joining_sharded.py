@@ -99,7 +99,7 @@ def test_a_rank_with_another_total_does_not_join(monkeypatch):
     told = Parcel.of(_training(state, total=9)._contents())
     training = _training(other, total=8)
     monkeypatch.setattr(
-        "echelon.dist.resilient.training.sharded.receive_state", lambda *_: told.contents()
+        "echelon.dist.resilient.training.copied.receive_state", lambda *_: told.contents()
     )
     with pytest.raises(ValueError, match="total must be equal on all ranks, but is 8 on this rank"):
         training._hand_over_rest(dist.world(), 1, [0])

@@ -19,7 +19,7 @@ from echelon.dist.mesh import DeviceMesh
 from echelon.dist.resilient import epochs, joining, kept, sharded
 from echelon.dist.resilient.copies import copying, memory
 from echelon.dist.resilient.copies import world as copies_world
-from echelon.dist.resilient.training import sharded as sharded_training
+from echelon.dist.resilient.training import copied as copied_training
 from echelon.errors import CollectiveError, PeerLostError
 from echelon.host import identity
 from echelon.recorder.continuation import Epoch
@@ -123,12 +123,21 @@ class Mortal:
 
     A habit "slowly copied" never completes the copy of the step at whose "forward" the rank is to
     die.
+
+    Args:
+        full: the number of ranks that take part in the end. From step FULL_FROM on, a step of fewer
+            ranks waits until others join; before that, none do.
     """
 
-    def __init__(self, rank: int, folder: Path, kills: list[Kill], habit: str = "") -> None:
+    def __init__(
+        self, rank: int, folder: Path, kills: list[Kill], habit: str = "", full: int = 0
+    ) -> None:
         self.rank, self.folder, self.kills, self.habit = rank, folder, kills, habit
         self.step = -1
         self.copy_step = -1  # of the copy that the thread is making
+        self.full = full
+        self.newest_join = 0
+        self.held: tuple[joining.Joins, Epoch] | None = None
 
     def _begin_to_die(self, step: int) -> None:
         """Have this rank die some microseconds from now, wherever it is then."""
@@ -200,6 +209,26 @@ class Mortal:
 
         setattr(owner, name, call)
 
+    def _note_joins(self) -> None:
+        """Let no rank join before step FULL_FROM, so that each kill finds the join it is for."""
+        self.note_join = joining.Joins.note
+
+        def note(joins: joining.Joins, epoch: Epoch) -> None:
+            self.held, self.newest_join = (joins, epoch), epoch.number
+            if self.step >= FULL_FROM or not self.full:
+                self.note_join(joins, epoch)
+
+        joining.Joins.note = note  # type: ignore[method-assign]
+
+    def _wait_for_others(self, world: resilient.World) -> None:
+        """Wait until the launcher lets others join at the end of this step, or a rank is lost."""
+        if self.held is not None:
+            self.note_join(*self.held)
+        deadline_s = time.monotonic() + 600.0
+        while self.newest_join <= world.epoch and runtime.first_error() is None:
+            assert time.monotonic() < deadline_s, "no rank has joined"
+            time.sleep(0.002)
+
     def _fail_behind_a_barrier(self) -> None:
         """Have this rank learn of a death in the barrier that the others have passed."""
         real = dist.ProcessGroup.barrier
@@ -225,10 +254,6 @@ class Training(Mortal):
     after a forward). "sharded and saved" and "hsdp and saved" also save a checkpoint. What follows
     ", " is a habit: "halved" changes the optimizer's state at the beginning of step HALVED_STEP;
     "slowly copied" never completes the copy of the step at whose "forward" the rank is to die.
-
-    Args:
-        full: the number of ranks that take part in the end. From step FULL_FROM on, a step of fewer
-            ranks waits until others join; before that, none do.
     """
 
     def __init__(
@@ -241,10 +266,8 @@ class Training(Mortal):
         full: int = 0,
     ) -> None:
         layout, _, habit = layout.partition(", ")
-        super().__init__(rank, folder, kills, habit)
-        self.full, self.total = full, total
-        self.newest_join = 0
-        self.held: tuple[joining.Joins, Epoch] | None = None
+        super().__init__(rank, folder, kills, habit, full)
+        self.total = total
         self.has_stopped = False
         self.saves = layout.endswith(" and saved")
         self.has_replicas = layout.startswith("hsdp")
@@ -266,8 +289,8 @@ class Training(Mortal):
 
     def run(self) -> tuple[str, list[Any], list[Any]]:
         self._arm(sharded.ShardedState)
-        self._before(sharded_training, "send_state", "sending")
-        self._before(sharded_training, "receive_state", "receiving")
+        self._before(copied_training, "send_state", "sending")
+        self._before(copied_training, "receive_state", "receiving")
         self._after(sharded.ShardedState, "fill", "filled")
         self._note_joins()
         resilient.run(
@@ -334,15 +357,6 @@ class Training(Mortal):
         """Return what `_change` changes."""
         return self.model.blocks[0].up.bias.requires_grad, self.model.blocks[1].norm.training
 
-    def _wait_for_others(self, world: resilient.World) -> None:
-        """Wait until the launcher lets others join at the end of this step, or a rank is lost."""
-        if self.held is not None:
-            self.note_join(*self.held)
-        deadline_s = time.monotonic() + 600.0
-        while self.newest_join <= world.epoch and runtime.first_error() is None:
-            assert time.monotonic() < deadline_s, "no rank has joined"
-            time.sleep(0.002)
-
     def _state(self, step: int) -> dict[str, Any]:
         return {
             "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler,
@@ -382,17 +396,6 @@ class Training(Mortal):
             elif self.rank == 0:
                 wait_until_stopped(pid_of(self.folder, rank))
                 lose(self.folder, rank)
-
-    def _note_joins(self) -> None:
-        """Let no rank join before step FULL_FROM, so that each kill finds the join it is for."""
-        self.note_join = joining.Joins.note
-
-        def note(joins: joining.Joins, epoch: Epoch) -> None:
-            self.held, self.newest_join = (joins, epoch), epoch.number
-            if self.step >= FULL_FROM or not self.full:
-                self.note_join(joins, epoch)
-
-        joining.Joins.note = note  # type: ignore[method-assign]
 
 
 def _die_after(stamp: Path, delay_s: float) -> None:

@@ -9,18 +9,32 @@ from tests.ranks import read_json, run_echelon
 pytestmark = pytest.mark.ranks
 
 _TRAINING = """
-import os, signal
+import os, signal, sys, time
 import torch
 from torch import nn
 import echelon.dist as dist
-from echelon.dist import resilient
+from echelon.dist import resilient, runtime
+from echelon.dist.resilient import joining
 from echelon.dist.canonical import even_runs
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage, split
 from echelon.train.same_bits import SameBits, SameBitsPipeline, fingerprint
 
-TOTAL, KILLED_STEP = 10, 5
+TOTAL, KILLED_STEP, MEETS_AT = 12, 5, 7
 torch.set_num_threads(1)
+newest = [0]
+
+def note(joins, epoch, real=joining.Joins.note):
+    real(joins, epoch)
+    newest[0] = epoch.number
+
+joining.Joins.note = note
+
+def wait_until_joined(world):
+    limit_s = time.monotonic() + 600.0
+    while newest[0] <= world.epoch and runtime.first_error() is None:
+        assert time.monotonic() < limit_s, "no rank has joined"
+        time.sleep(0.005)
 
 def layers():
     torch.manual_seed(0)
@@ -51,6 +65,8 @@ def train_pipeline():
         def train_step(step):
             if me == 1 and step == KILLED_STEP:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if "--wait" in sys.argv and step == MEETS_AT:
+                wait_until_joined(world)
             same.backward(step, lambda number: batch(step, number))
             optimizer.step()
 
@@ -106,15 +122,24 @@ def test_a_killed_rank_of_a_pipeline_is_continued_without(tmp_path):
     assert kill["recovered"]
 
 
-def test_replacements_are_refused_at_the_start_in_one_line(tmp_path):
-    script = tmp_path / "train.py"
+@pytest.mark.slow
+def test_a_killed_rank_of_a_pipeline_is_replaced(tmp_path):
+    """The process that joins builds a stage, and fills it from the copies."""
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
     script.write_text(_TRAINING)
     done = run_echelon(
-        "run", "--nproc-per-node", "2", "--on-loss", "replace", "--run-dir", str(tmp_path / "run"),
-        str(script),
+        "run", "--nproc-per-node", "4", "--on-loss", "replace", "--run-dir", str(run_dir),
+        str(script), "--wait",
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert (
-        "ValueError: resilient.run_pipeline cannot replace lost ranks: start the job with "
-        "`echelon run --on-loss shrink`"
-    ) in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = [line.split()[-3:] for line in done.stdout.splitlines()]
+    assert len(lines) == 4, done.stdout
+    assert len({bits for bits, _, _ in lines}) == 1
+    assert {tuple(sizes) for _, *sizes in lines} == {("4", "2")}
+    assert "joined at step 8; 4 of 4 ranks" in done.stderr, done.stderr
+    report = read_json(run_dir / "report.json")
+    assert [rank["exit_code"] for rank in report["ranks"]] == [0] * 4
+    loss, join = report["continuations"]
+    assert (loss["lost_ranks"], loss["num_ranks"], loss["step"]) == ([1], 3, 5)
+    assert (join["joined_ranks"], join["num_ranks"], join["step"]) == ([1], 4, 8)

@@ -187,6 +187,31 @@ class StagesState(CopiedState):
         for parameter in self.setup.pipe.parameters():
             parameter.grad = None
 
+    # ---- when a rank joins ----
+
+    def select(self, step: int) -> None:
+        """Choose the state of a step as the one that `contents` returns. Local."""
+        self._at = self._rest_steps.index(step)
+
+    def contents(self) -> dict[str, Any]:
+        """See `CopiedState.contents`."""
+        rest = self._rest[self._at]
+        assert rest is not None
+        return {"also": rest.also, "random": rest.random}
+
+    def fill(self, contents: dict[str, Any], step: int) -> None:
+        """See `CopiedState.fill`. The objects that get the state are built later."""
+        self._at, self._rest_steps = 0, [step, -1]
+        self._rest = [_Rest(contents["also"], contents["random"]), None]
+
+    def joined_parts(self) -> dict[str, Any]:
+        """See `CopiedState.joined_parts`."""
+        rest = self._rest[self._at]
+        assert rest is not None
+        return {"also=": rest.also}
+
+    # ---- after all copies of a stage are lost ----
+
     def restart(self, group: ProcessGroup) -> None:  # noqa: ARG002 -- of sharded models
         """See `CopiedState.restart`."""
         self._rest_steps = [-1, -1]

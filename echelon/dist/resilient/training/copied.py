@@ -6,6 +6,15 @@ the step, partly on a thread while the step computes. The collective that ends t
 step whose copies are complete on all ranks: this step or, if a copy is void, the one before. A step
 is therefore committed at least one step later than for a replicated model, and `CopiedState` keeps
 the states of two steps.
+
+[Note: joining a copied model] Ranks that leave a step to let others join have copied its result
+before they meet. The end of the step is therefore the newest state with copies of all parts. No
+work is repeated, and the step is committed in the new world. A joining rank first receives the
+state that is not copied, and then restores its parts from the copies like any other rank. It counts
+as a newcomer until all copies of the new world are complete. If another rank is lost before then,
+the newcomer begins again. Its copies may nevertheless be needed, because other ranks may already
+have released the copies of the old world. The newcomer therefore offers its copies like any other
+rank. It receives the rest of the state again only if it does not have it for the chosen step.
 """
 
 from __future__ import annotations
@@ -19,7 +28,8 @@ from echelon.dist import runtime
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copied import CopiedState, choice_of
 from echelon.dist.resilient.copies.choice import Choice, CopiesLostError
-from echelon.dist.resilient.joining import Joins
+from echelon.dist.resilient.handover import check_alike, receive_state, send_state
+from echelon.dist.resilient.joining import JOINS, Joins, places_of
 from echelon.dist.resilient.training.replicated import Training
 from echelon.dist.resilient.training.world import World
 from echelon.recorder.continuation import Epoch
@@ -74,7 +84,8 @@ class CopiedTraining(Training[_T], ABC):
         self._note(self._kept, repeats=self._repeats)
 
     def _note_entered(self) -> None:
-        """Do what follows once this rank has the state of a new world."""
+        """Note that this rank has the state of a new world, and its copies are complete."""
+        self._is_newcomer = False
 
     def _restore(self, group: ProcessGroup) -> None:
         """Restore the chosen state in a new world, and make the first copies there. Collective."""
@@ -168,7 +179,14 @@ class CopiedTraining(Training[_T], ABC):
 
     def _row(self, epoch: Epoch) -> dict[str, Any]:
         begun = self._finished + self._is_inside
-        return {"begun": begun} | self._state.offers(epoch.roster)
+        row = {"begun": begun} | self._state.offers(epoch.roster)
+        return row | JOINS if self._is_newcomer else row
+
+    def _places(self, rows: list[dict[str, Any]]) -> tuple[int, list[int]]:
+        if self._choice is None:
+            return places_of(rows)
+        step = self._choice.version.step
+        return places_of([{"joins": step not in row["steps"]} for row in rows])
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:
         try:
@@ -187,6 +205,31 @@ class CopiedTraining(Training[_T], ABC):
 
     def _arrive(self, target: int, *, repeats: int) -> None:
         """Do nothing: `_enter` reports this rank's arrival."""
+
+    # ---- when a rank joins ----
+
+    def _portable(self) -> dict[str, Any]:
+        return self._state.contents()
+
+    def _hand_over_rest(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
+        """Send or receive what is not copied; compare it unless it is to be replaced."""
+        if group.rank == source:
+            for place in newcomers:
+                send_state(group, place, self._contents)
+        elif group.rank in newcomers:
+            contents = receive_state(group, source)
+            if contents["total"] != self._total:
+                raise ValueError(
+                    f"total must be equal on all ranks, but is {self._total} on this rank and "
+                    f"{contents['total']} on the others"
+                )
+            self._first = contents["first"]
+            self._state.fill(contents, self._kept)
+        if self._choice is not None:
+            check_alike(group, source, newcomers, self._state.joined_parts())
+
+    def _contents(self) -> dict[str, Any]:
+        return self._state.contents() | {"first": self._first, "total": self._total}
 
 
 def checkpoint_step(found: Sequence[Any], newest: int) -> int:

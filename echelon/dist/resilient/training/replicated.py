@@ -283,7 +283,6 @@ class Training(Generic[_T]):
             return
         try:
             self._exchange(group, source, newcomers)
-            self._is_newcomer = False
         except CollectiveMismatchError:
             raise  # of the program, as when `from_checkpoint` is not collective on one rank
         except CollectiveError as err:
@@ -300,6 +299,7 @@ class Training(Generic[_T]):
             self._kept_state().restore()
             self._kept_state().keep()  # what `also` has made of it is compared
         check_alike(group, source, newcomers, self._kept_state().joined_parts())
+        self._is_newcomer = False
 
     def _places(self, rows: list[dict[str, Any]]) -> tuple[int, list[int]]:
         """Return the rank that hands the state over, and the ranks that receive it."""

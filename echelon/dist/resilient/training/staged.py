@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from echelon.dist import runtime
+from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.joining import Joins
 from echelon.dist.resilient.stages.setup import PipelineSetup
 from echelon.dist.resilient.stages.state import StagesState
 from echelon.dist.resilient.training.copied import CopiedTraining
 from echelon.dist.resilient.training.world import World
 from echelon.errors import CollectiveError
+from echelon.recorder.continuation import Epoch
 
 _T = TypeVar("_T")
 
@@ -30,14 +33,14 @@ class StagedTraining(CopiedTraining[_T]):
         first: int,
         total: int,
         on_commit: Callable[[int, _T], None] | None,
+        joins: Joins,
         from_checkpoint: Callable[[PipelineSetup[_T]], int] | None,
         *,
         is_protected: bool,
     ) -> None:
         super().__init__(
-            lambda _: self.setup.train_step, StagesState(), first, total, on_commit,
-            Joins(is_on=False), has_checkpoint=from_checkpoint is not None,
-            is_protected=is_protected,
+            lambda _: self.setup.train_step, StagesState(), first, total, on_commit, joins,
+            has_checkpoint=from_checkpoint is not None, is_protected=is_protected,
         )  # fmt: skip
         self._build = build
         self._from_checkpoint = from_checkpoint
@@ -50,6 +53,21 @@ class StagedTraining(CopiedTraining[_T]):
     def _call_from_checkpoint(self) -> int:
         assert self._from_checkpoint is not None
         return self._from_checkpoint(self.setup)
+
+    def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
+        """Hand over what is not copied. The rest follows once the stages are built."""
+        if self._choice is not None and group.rank not in newcomers:
+            self._state.select(self._choice.version.step)
+        self._hand_over_rest(group, source, newcomers)
+
+    def _join(self, epoch: Epoch) -> World:
+        world = super()._join(epoch)
+        runtime.set_timeout(self._limit_s)  # a rank that joins may take longer to build its stages
+        return world
+
+    def _note_entered(self) -> None:
+        super()._note_entered()
+        runtime.set_timeout(self._timeout_s)
 
     def _enter(self, world: World) -> None:
         before = self._state.forget()
