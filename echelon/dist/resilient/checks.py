@@ -37,13 +37,13 @@ def check_kind(model: nn.Module) -> None:
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            "resilient.run does not support DistributedDataParallel, whose groups it cannot "
-            "recreate: pass the module inside it (ddp.module), and average gradients with SameBits"
+            "echelon.dist.resilient does not support DistributedDataParallel, whose groups it "
+            "cannot recreate: pass the module inside it (ddp.module), and average gradients with SameBits"
         )
     if any(is_dtensor(one) for one in model.parameters()):
         raise ValueError(
-            "resilient.run does not support DTensors: it cannot recover the parts of a lost rank. "
-            "Use fully_shard, or restart from a checkpoint"
+            "echelon.dist.resilient does not support DTensors: it cannot recover the parts of a "
+            "lost rank. Use fully_shard, or restart from a checkpoint"
         )
     for name, buffer in model.named_buffers():
         places = zip(buffer.stride(), buffer.shape, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -128,7 +129,7 @@ class PipelineTraining(Mortal):
         self.saves = habit == "saved"
         self.from_checkpoint = self._load if self.saves else None
         self.worlds: list[tuple[int, tuple[int, ...], int]] = []
-        self.commits: list[int] = []
+        self.commits: list[tuple[int, float]] = []
         self.num_forwards = 0  # in this step
         self.timeout_s = dist.world().timeout_s
         self.built: weakref.ref[Any] | None = None  # the newest pipeline
@@ -142,8 +143,8 @@ class PipelineTraining(Mortal):
         self._note_joins()
         self._before(joining.Joins, "end_step_with", "end of the step")
         setup = resilient.run_pipeline(
-            self.build, total=self.total, on_commit=lambda step, _: self.commits.append(step),
-            from_checkpoint=self.from_checkpoint,
+            self.build, total=self.total, from_checkpoint=self.from_checkpoint,
+            on_commit=lambda step, _: self.commits.append((step, time.monotonic())),
         )  # fmt: skip
         return fingerprint(setup.pipe, setup.optimizer)
 
@@ -180,6 +181,7 @@ class PipelineTraining(Mortal):
             if step == FROZEN_STEP:
                 for stage in pipe.stages:
                     _freeze(stage.module)
+            self._begin_to_die(step)
             loss = same.backward(step, compute(step))
             same.clip_grad_norm_(0.5)
             self._die_at("before the optimizer", step)

@@ -13,8 +13,9 @@ import statistics
 
 import pytest
 
+from tests.dist.resilient import pipelines, training
 from tests.dist.resilient.agent import run_watched
-from tests.dist.resilient.training import Kill, train
+from tests.dist.resilient.training import Kill
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
@@ -40,12 +41,22 @@ def _kills(seed: int, size: int) -> list[Kill]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "size"),
-    [("", _SIZE), ("sharded", _SIZE), ("hsdp", _EVEN_SIZE)],
-    ids=["replicated", "sharded", "hsdp"],
+    ("train", "layout", "size"),
+    [
+        (training.train, "", _SIZE),
+        (training.train, "sharded", _SIZE),
+        (training.train, "hsdp", _EVEN_SIZE),
+        (pipelines.train, "pipeline", _SIZE),
+        (pipelines.train, "replicas", _EVEN_SIZE),
+        (pipelines.train, "shards", _EVEN_SIZE),
+    ],
+    ids=["replicated", "sharded", "hsdp", "pipeline", "pipeline, replicas", "pipeline, shards"],
 )
-def test_the_bits_are_those_of_an_undisturbed_run_whenever_ranks_are_killed(tmp_path, layout, size):
-    ((undisturbed, _, _),) = run_ranks(train, 1, tmp_path, _TOTAL, [])
+def test_the_bits_are_those_of_an_undisturbed_run_whenever_ranks_are_killed(
+    tmp_path, train, layout, size
+):
+    alone = [layout] if train is pipelines.train else []
+    ((undisturbed, *_),) = run_ranks(train, 1, tmp_path, _TOTAL, [], *alone)
     num_kills, took = 0, []
     for seed in range(_NUM_TRAININGS):
         kills, folder = _kills(seed, size), tmp_path / f"seed_{seed}"
@@ -55,7 +66,7 @@ def test_the_bits_are_those_of_an_undisturbed_run_whenever_ranks_are_killed(tmp_
         assert [end[0] for end in ends] == [undisturbed] * (size - len(kills)), f"seed {seed}"
         num_kills += len(kills)
         died = [float((folder / f"{rank}.died").read_text()) for rank, _, _ in kills]
-        took += _times([commits for _, _, commits in ends], died)
+        took += _times([commits for _, _, commits, *_ in ends], died)
     print(
         f"\n{num_kills} kills in {_NUM_TRAININGS} trainings; kill to the next committed step, less "
         f"a step: median {statistics.median(took):.3f} s, largest {max(took):.3f} s"

@@ -183,6 +183,16 @@ def _expand(layers):
     layers[0].register_buffer("ones", torch.ones(1).expand(4))
 
 
+def test_a_module_is_not_a_pipeline():
+    dist.init()
+    try:
+        setup = resilient.PipelineSetup(nn.Linear(2, 2), None, print)
+        with pytest.raises(ValueError, match="pipe= must be a Pipeline, not Linear"):
+            resilient.run_pipeline(lambda _: setup, total=1)
+    finally:
+        dist.shutdown()
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -30,7 +30,8 @@ def _run(folder, size, lives: dict[int, list[list[Kill]]], kind="pipeline", host
     )
     for _, worlds, _ in ends:
         assert worlds[-1][1:] == ((), size)
-    return {bits for bits, *_ in ends}, [one for *_, one in ends], agent.report.continuations
+    commits = [[step for step, _ in one] for *_, one in ends]
+    return {bits for bits, *_ in ends}, commits, agent.report.continuations
 
 
 def _lives(rank: int, *moments: str) -> list[list[Kill]]:

@@ -220,8 +220,15 @@ def test_modules_of_one_name_that_differ_are_left_as_they_were_built(world):
     assert new.pipe.stages[0].module.training
 
 
+def test_a_setting_that_cannot_be_copied_is_named(world):
+    setup = _setup([nn.Linear(2, 2)])
+    setup.optimizer.param_groups[1]["scale"] = print
+    with pytest.raises(ValueError, match=r"groups of the optimizer.*'scale'\] has type builtin"):
+        _copied(setup)
+
+
 def test_a_copy_lists_only_data(world):
     setup = _setup([nn.Linear(2, 2)])
     facts = ShardsReader(_copied(setup)).index.facts
     assert facts["trains"] == {"weight": True, "bias": True}
-    assert [names for _, names in facts["groups"]] == [["weight"], ["bias"]]
+    assert [names for _, names in facts["groups of the optimizer"]] == [["weight"], ["bias"]]

@@ -32,7 +32,7 @@ def facts_of(setup: PipelineSetup[Any]) -> dict[str, Any]:
             for name, one, _ in named_tensors(stages)
             if isinstance(one, torch.nn.Parameter)
         },
-        "groups": [
+        "groups of the optimizer": [
             [_settings(group), [name for one in group["params"] for name in names[one]]]
             for group in setup.optimizer.param_groups
         ],
@@ -53,7 +53,7 @@ class Facts:
         for name, is_training in facts["modes"].items():
             self._modes.setdefault(name, set()).add(is_training)
         self._trains |= facts["trains"]
-        for number, (settings, names) in enumerate(facts["groups"]):
+        for number, (settings, names) in enumerate(facts["groups of the optimizer"]):
             self._settings |= dict.fromkeys(names, settings)
             if names:
                 self._groups.setdefault(number, settings)

@@ -53,6 +53,8 @@ def check_setup(setup: Any) -> None:
     """
     if not isinstance(setup, PipelineSetup):
         raise ValueError(f"build must return a PipelineSetup, not {type(setup).__name__}")
+    if not isinstance(setup.pipe, Pipeline):
+        raise ValueError(f"pipe= must be a Pipeline, not {type(setup.pipe).__name__}")
     check_kind(setup.pipe.module)
     known = set(setup.pipe.parameters())
     for name, tensor, _ in named_tensors(setup.pipe.stages):
