@@ -38,7 +38,8 @@ def check_kind(model: nn.Module) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "echelon.dist.resilient does not support DistributedDataParallel, whose groups it "
-            "cannot recreate: pass the module inside it (ddp.module), and average gradients with SameBits"
+            "cannot recreate: pass the module inside it (ddp.module), and average gradients with "
+            "SameBits"
         )
     if any(is_dtensor(one) for one in model.parameters()):
         raise ValueError(
