@@ -121,6 +121,17 @@ def test_a_step_whose_start_was_not_copied_is_repeated_with_the_one_before(tmp_p
     assert (loss["step"], loss["repeated"], loss["steps_lost"]) == (3, True, 1)
 
 
+_BEFORE = -1  # the first step
+
+
+def test_a_rank_may_die_before_it_begins_the_first_step(tmp_path, undisturbed):
+    """Its copies of the start are complete then."""
+    ends, agent = _survive(tmp_path, 3, [(1, "compared", _BEFORE)])
+    _check(ends, undisturbed)
+    (loss,) = agent.report.continuations
+    assert loss["step"] == 0
+
+
 # ---- several hosts, which are believed in ----
 
 # Of three hosts with a rank each: the owner of a stage, and the rank that has its only other copy.
