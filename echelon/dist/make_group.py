@@ -190,12 +190,13 @@ class GroupMaker:
         errors = [group.state.error for group in groups if not group.state.is_closed]
         return next((error for error in errors if error is not None), None)
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of the operations of all groups."""
+    def change_timeout(self, before_s: float, timeout_s: float) -> None:
+        """Set the timeout of all groups except those to which the program gave another one."""
         with self._adding:
             groups = list(self._groups)
         for group in groups:
-            group.timeout_s = timeout_s
+            if group.timeout_s == before_s:
+                group.timeout_s = timeout_s
 
     def close(self) -> None:
         """Close all open groups, in the reverse order of their creation."""

@@ -296,14 +296,16 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) ->
 
 
 def set_timeout(timeout_s: float) -> None:
-    """Set the timeout of all groups of this world, and of those that are created later.
+    """Set this world's timeout, which is that of its groups and of those that are created later.
+
+    Groups to which the program gave another timeout keep it.
 
     Raises:
         ValueError: there is no world.
     """
     state = _need()
+    state.maker.change_timeout(state.timeout_s, timeout_s)
     state.timeout_s = timeout_s
-    state.maker.set_timeout(timeout_s)
 
 
 def expect_epochs() -> None:

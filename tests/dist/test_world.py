@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import echelon.dist as dist
+from echelon.dist import runtime
 from echelon.dist.membership.environment import Rendezvous
 from tests.support.ports import free_port
 from tests.support.ranks import run_ranks
@@ -85,6 +86,20 @@ def _sum(rank: int, world_size: int) -> float:
     world.barrier()
     dist.shutdown()
     return float(x[0])
+
+
+def test_a_worlds_timeout_is_that_of_its_groups_unless_the_program_chose_another():
+    dist.init(timeout_s=30)
+    try:
+        own = dist.new_group([0])
+        own.timeout_s = 5
+        runtime.set_timeout(60.0)
+        later = dist.new_group([0])
+        assert [one.timeout_s for one in (dist.world(), own, later)] == [60, 5, 60]
+        runtime.set_timeout(30.0)
+        assert [one.timeout_s for one in (dist.world(), own, later)] == [30, 5, 30]
+    finally:
+        dist.shutdown()
 
 
 @pytest.mark.ranks

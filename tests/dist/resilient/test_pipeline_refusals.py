@@ -183,6 +183,24 @@ def _expand(layers):
     layers[0].register_buffer("ones", torch.ones(1).expand(4))
 
 
+def test_two_stages_of_a_rank_with_the_same_names_are_refused():
+    """Only one of them would be copied."""
+    dist.init()
+    try:
+        stages = [Stage(nn.Linear(2, 2), index=index, num_stages=2) for index in (0, 1)]
+        pipe = Pipeline(
+            stages, schedule="interleaved_1f1b", num_microbatches=1, loss_fn=nn.MSELoss()
+        )
+        optimizer = torch.optim.SGD([one for stage in stages for one in stage.module.parameters()])
+        setup = resilient.PipelineSetup(pipe, optimizer, print)
+        with pytest.raises(
+            ValueError, match=r"stages 0 and 1 both have 'weight': make stages with"
+        ):
+            resilient.run_pipeline(lambda _: setup, total=1)
+    finally:
+        dist.shutdown()
+
+
 def test_a_module_is_not_a_pipeline():
     dist.init()
     try:

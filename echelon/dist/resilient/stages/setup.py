@@ -15,6 +15,7 @@ from echelon.dist.pipeline import Pipeline, Stage
 from echelon.dist.resilient.checks import check_kind
 from echelon.dist.resilient.copies.parts import Part, sharded_parts
 from echelon.dist.resilient.kept import Stateful
+from echelon.dist.resilient.stages.layout import CURE
 
 _T = TypeVar("_T")
 
@@ -57,7 +58,11 @@ def check_setup(setup: Any) -> None:
         raise ValueError(f"pipe= must be a Pipeline, not {type(setup.pipe).__name__}")
     check_kind(setup.pipe.module)
     known = set(setup.pipe.parameters())
-    for name, tensor, _ in named_tensors(setup.pipe.stages):
+    seen: dict[str, tuple[int, torch.Tensor]] = {}
+    for name, tensor, index in named_tensors(setup.pipe.stages):
+        first, other = seen.setdefault(name, (index, tensor))
+        if other is not tensor:
+            raise ValueError(f"stages {first} and {index} both have {name!r}: {CURE}")
         if slice_of(tensor) is not None:
             raise ValueError(
                 f"resilient.run_pipeline does not support tensor parallelism: {name!r} is divided"
