@@ -147,11 +147,11 @@ def test_what_could_not_be_restored_is_refused_before_a_loss(tmp_path, habit, sa
     ("habit", "says"),
     [
         ("not again", "build returned the pipeline of an earlier world"),
-        ("shrinks", "but '5.bias' was float32[4] before the loss, and is not there now"),
-        ("grows", "but '5.bias' was not there before the loss, and is float32[4] now"),
-        ("another shape", "but '5.bias' was float32[4] before the loss, and is float32[3] now"),
-        ("another dtype", "but '5.mask' was float32[4] before the loss, and is int64[4] now"),
-        ("another also", "but it has 0 objects now, and had 1 before the loss"),
+        ("shrinks", "but '5.bias' was float32[4] in the world before, and is not there now"),
+        ("grows", "but '5.bias' was not there in the world before, and is float32[4] now"),
+        ("another shape", "but '5.bias' was float32[4] in the world before, and is float32[3] now"),
+        ("another dtype", "but '5.mask' was float32[4] in the world before, and is int64[4] now"),
+        ("another also", "but it has 0 objects now, and had 1 in the world before"),
         ("other groups", "into one group of the optimizer, but 'lr' was"),
     ],
 )

@@ -48,6 +48,11 @@ def test_ranks_with_the_same_parts_form_a_set(rows, sets, shared):
     assert sorted(layout.shared.values()) == shared
 
 
+def test_stages_without_tensors_are_told_apart():
+    """Whether a dropout is active is in a copy, too."""
+    assert Layout([{}, {}, {}], range(3), [[1], [2], [1]]).sets == [[0, 2], [1]]
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [

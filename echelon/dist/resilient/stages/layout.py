@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.parts import Part
@@ -46,9 +47,11 @@ class Layout:
     Args:
         rows: the parts of each rank.
         ranks: each rank's number, as numbered by the launcher.
+        stages: the indices of each rank's stages, which need not have tensors. By default, those
+            of the parts.
 
     Attributes:
-        sets: the places of the ranks, in sets that hold the same parts.
+        sets: the places of the ranks, in sets that hold the same parts of the same stages.
         kinds: dtype and shape of each tensor of the whole model, by name.
         shared: a text for messages for each part that several ranks hold, by name, first element
             and number of elements.
@@ -57,7 +60,12 @@ class Layout:
         ValueError: ranks hold different tensors of the same name, or do not hold all elements.
     """
 
-    def __init__(self, rows: Sequence[Row], ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        ranks: Sequence[int],
+        stages: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         holders: dict[str, list[int]] = {}
         for place, row in enumerate(rows):
             for name in row:
@@ -72,7 +80,7 @@ class Layout:
                         f"{rows[place][name].kind} on rank {ranks[place]}: {CURE}"
                     )
             _check_covered(name, [rows[place][name] for place in places])
-        self.sets = _sets(rows)
+        self.sets = _sets(rows, stages or [()] * len(rows))
         counts = Counter((name, one.start, one.length) for row in rows for name, one in row.items())
         self.shared = {
             (name, start, length): f"{name!r}, elements {start} to {start + length - 1},"
@@ -83,7 +91,7 @@ class Layout:
         }
 
     @classmethod
-    def agreed(cls, parts: dict[str, Part], group: ProcessGroup) -> Layout:
+    def agreed(cls, parts: dict[str, Part], stages: Sequence[int], group: ProcessGroup) -> Layout:
         """Exchange the parts that the ranks of a group hold. Collective.
 
         Raises:
@@ -94,11 +102,12 @@ class Layout:
             name: [list(one.shape), _dtype(one), one.start, one.length, one.stage]
             for name, one in parts.items()
         }
+        told = group.all_gather_object([mine, list(stages)])
         rows = [
             {name: Holding(tuple(shape), *others) for name, (shape, *others) in row.items()}
-            for row in group.all_gather_object(mine)
+            for row, _ in told
         ]
-        return cls(rows, group.ranks)
+        return cls(rows, group.ranks, [indices for _, indices in told])
 
     def check_same_model(self, before: Layout) -> None:
         """Check that this is a layout of the same whole model as in an earlier world.
@@ -111,7 +120,7 @@ class Layout:
             if was != now:
                 raise ValueError(
                     "build must make the same whole model in every world, but "
-                    f"{name!r} was {was or 'not there'} before the loss, and is "
+                    f"{name!r} was {was or 'not there'} in the world before, and is "
                     f"{now or 'not there'} now"
                 )
 
@@ -137,9 +146,9 @@ def _check_covered(name: str, found: Sequence[Holding]) -> None:
         raise ValueError(f"no rank holds the elements {end} to {numel - 1} of {name!r}")
 
 
-def _sets(rows: Sequence[Row]) -> list[list[int]]:
-    sets: dict[frozenset[tuple[str, int, int, int]], list[int]] = {}
-    for place, row in enumerate(rows):
+def _sets(rows: Sequence[Row], stages: Sequence[Sequence[int]]) -> list[list[int]]:
+    sets: dict[Any, list[int]] = {}
+    for place, (row, indices) in enumerate(zip(rows, stages, strict=True)):
         held = frozenset((name, one.start, one.length, one.stage) for name, one in row.items())
-        sets.setdefault(held, []).append(place)
+        sets.setdefault((held, tuple(indices)), []).append(place)
     return list(sets.values())

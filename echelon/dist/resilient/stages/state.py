@@ -85,7 +85,8 @@ class StagesState(CopiedState):
             ValueError: the stages are not the whole model, or not that of the world before.
             CollectiveError: a rank was lost.
         """
-        layout = Layout.agreed(self._parts(), group)
+        stages = [stage.index for stage in self.setup.pipe.stages]
+        layout = Layout.agreed(self._parts(), stages, group)
         if self._layout is not None:
             layout.check_same_model(self._layout)
         self._layout = layout
@@ -166,7 +167,7 @@ class StagesState(CopiedState):
         if len(rest.also) != len(also):
             raise ValueError(
                 f"build must return the same also= in every world, but it has {len(also)} objects "
-                f"now, and had {len(rest.also)} before the loss"
+                f"now, and had {len(rest.also)} in the world before"
             )
         for one, kept in zip(also, rest.also, strict=True):
             one.load_state_dict(copy.deepcopy(kept))
