@@ -13,6 +13,7 @@ from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.fsdp.parameters.unit import Unit, units_of
 from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.group import ProcessGroup
+from echelon.dist.pipeline.execute.names import StageModules
 
 
 def check_model(model: nn.Module, world: ProcessGroup) -> None:
@@ -21,6 +22,8 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
     Raises:
         ValueError: the model can be neither copied nor divided again.
     """
+    if isinstance(model, StageModules):
+        raise ValueError("resilient.run cannot train a pipeline's stages: use run_pipeline")
     check_kind(model)
     units = units_of(model)
     for unit in units:

@@ -62,7 +62,7 @@ def run(
         model: the model. Every rank must have all of it, or `fully_shard` must have divided it
             among all ranks of the world, with or without replicas. After a loss, a sharded model is
             divided among the remaining ranks; after a join, among these and the new ranks. Modules
-            and parameters stay the same objects.
+            and parameters stay the same objects. For a pipeline, use `run_pipeline`.
         optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.
         first: the number of the first step.

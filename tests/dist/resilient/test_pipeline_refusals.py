@@ -201,6 +201,16 @@ def test_two_stages_of_a_rank_with_the_same_names_are_refused():
         dist.shutdown()
 
 
+def test_stages_are_not_a_model_for_run():
+    dist.init()
+    try:
+        setup = _build(None)
+        with pytest.raises(ValueError, match="cannot train a pipeline's stages: use run_pipeline"):
+            resilient.run(lambda _: print, setup.pipe.module, setup.optimizer, total=1)
+    finally:
+        dist.shutdown()
+
+
 def test_a_module_is_not_a_pipeline():
     dist.init()
     try:
