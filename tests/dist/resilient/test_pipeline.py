@@ -148,6 +148,13 @@ def test_a_whole_host_may_die_and_then_a_rank_of_the_other_one(tmp_path, undistu
     _check(ends, undisturbed)
 
 
+def test_a_host_may_die_whose_stages_have_replicas_on_another_one(tmp_path, undisturbed):
+    """No copies are sent then."""
+    kills = [(1, "forward", 4), (3, "forward", 4)]
+    ends, _ = _survive(tmp_path, 4, kills, "replicas", (0, 1, 0, 1))
+    _check(ends, undisturbed)
+
+
 def test_if_both_copies_of_a_stage_are_lost_the_checkpoint_is_loaded(tmp_path, undisturbed):
     ends, agent = _survive(tmp_path, 3, _OWNER_AND_PARTNER, "pipeline, saved", (0, 1, 2))
     ((bits, _, commits, warned),) = ends
