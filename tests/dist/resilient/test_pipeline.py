@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.pipelines import SAVED_STEP, train
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

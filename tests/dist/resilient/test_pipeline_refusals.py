@@ -16,7 +16,7 @@ from echelon.dist.fsdp.parameters.slices import Slice, set_slice
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage, split
 from tests.dist.resilient.agent import introduce, note_done, run_watched
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 _KILLED_STEP = 2
 

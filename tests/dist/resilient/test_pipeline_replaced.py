@@ -7,7 +7,7 @@ import pytest
 from tests.dist.resilient.agent import run_replaced
 from tests.dist.resilient.pipelines import FROZEN_STEP, SAVED_STEP, train_replaced
 from tests.dist.resilient.training import FULL_FROM, Kill
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -13,7 +13,7 @@ import echelon.dist as dist
 from echelon.dist import resilient
 from echelon.dist.pipeline import Pipeline, Stage, split
 from tests.dist.resilient.agent import introduce, note_done, run_watched
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import read_json, run_echelon
+from tests.support.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 
