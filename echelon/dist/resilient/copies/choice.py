@@ -165,10 +165,18 @@ def _owner(alike: Sequence[int], holders: Mapping[int, int]) -> int | None:
 def _missing(found: Mapping[Version, Mapping[int, int]], sets: Mapping[int, Sets]) -> str:
     if not found:
         return "no rank has a copy of any state"
-    newest = max(found)
-    lost = [alike for alike in sets[newest.epoch] if _owner(alike, found[newest]) is None]
-    ranks = sorted(rank for alike in lost for rank in alike)
-    return f"all copies of the state of {named(ranks)} are lost (step {newest.step})"
+    lost = {
+        version: [
+            rank
+            for alike in sets[version.epoch]
+            if _owner(alike, holders) is None
+            for rank in alike
+        ]
+        for version, holders in found.items()
+    }
+    nearest = min(lost, key=lambda one: (len(lost[one]), -one.step, -one.epoch))
+    ranks = sorted(lost[nearest])
+    return f"all copies of the state of {named(ranks)} are lost (step {nearest.step})"
 
 
 def named(ranks: Iterable[int]) -> str:
