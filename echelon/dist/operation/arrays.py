@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +62,8 @@ _NUMERIC = frozenset(DTYPES)
 _DLPACK_HOST = 1  # kDLCPU
 # NumPy builds a dtype's name on every access, which takes as long as all the rest.
 _PLAIN = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
+# Called with a torch tensor before an operation writes to it: torch does not count such changes.
+before_write: Callable[[Any], None] | None = None
 _TYPES = {name: "<u2" if name == "bfloat16" else np.dtype(name).str for name in DTYPES}
 
 
@@ -147,6 +150,8 @@ def view(array: Any, name: str, *, writable: bool) -> View:
         return _view_numpy(array, name, writable=writable)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
+        if writable and before_write is not None:
+            before_write(array)
         return _view_torch(torch, array, name)
     if not isinstance(array, np.ndarray):
         if hasattr(array, "__cuda_array_interface__"):

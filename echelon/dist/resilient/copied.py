@@ -11,11 +11,16 @@ it as well, because the ranks must know then that all copies are complete. Param
 before the step begins.
 
 A program may nevertheless change the optimizer's state earlier in a step. torch counts the changes
-of each tensor. The counts are compared when the thread has copied the tensors, and again when the
-optimizer begins. If one differs, the copy is void. Each step ends with the minimum, over all ranks,
-of the step of their newest complete copy. If the newest copy of any rank is void, the next copies
-overwrite the newest ones on all ranks, so the copies of the step before are kept. A rank whose copy
-was void no longer copies while a step computes.
+of each tensor, after each change. The counts are compared once the thread has copied the tensors,
+on the thread that trains, at the next event of a forward or backward pass of a sharded unit, or
+when the optimizer begins: the program is then between two operations, so every change has been
+counted. The copy is stamped, and sent to other places, only after that. The counts are compared
+again when the optimizer begins. If one differs, the copy is void. Each step ends with the minimum,
+over all ranks, of the step of their newest complete copy. If the newest copy of any rank is void,
+the next copies overwrite the newest ones on all ranks, so the copies of the step before are kept. A
+rank whose copy was void no longer copies while a step computes. It still exchanges copies on the
+thread: its partner may not send its own before an event of a forward pass, in which it may wait for
+this rank.
 """
 
 from __future__ import annotations
@@ -23,20 +28,24 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from echelon.dist.fsdp.parameters.unit import units_of
+from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.group import ProcessGroup
+from echelon.dist.operation import arrays
 from echelon.dist.resilient.copies.choice import Choice, Offer, Sets, Version, choose
 from echelon.dist.resilient.copies.copying import Copying
 from echelon.dist.resilient.copies.shards import ShardsWriter
 from echelon.dist.resilient.copies.world import WorldCopies
 from echelon.errors import CollectiveError
 
-_CLOSE_S = 5.0  # for a thread whose step has failed
+_CLOSE_S = 5.0  # for an exchange whose step has failed
 
 
 class CopiedState(ABC):
@@ -57,6 +66,10 @@ class CopiedState(ABC):
     @abstractmethod
     def _live_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer whose steps change the state."""
+
+    @abstractmethod
+    def _live_modules(self) -> Sequence[nn.Module]:
+        """Return the modules whose parts are copied."""
 
     @abstractmethod
     def _sets(self, group: ProcessGroup) -> Sets:
@@ -145,16 +158,23 @@ class CopiedState(ABC):
         self._keep_rest(turn)
         self._rest_steps[turn] = step
         self._at = turn
-        writer = self._make_writer()
-        copying = self._worlds[-1].begin(writer, step)
-        if not (overlaps and self._may_overlap):
+        writer, world = self._make_writer(), self._worlds[-1]
+        copying = world.begin(writer, step)
+        optimizer = self._live_optimizer()
+        may_overlap = self._may_overlap and _calls_hooks(optimizer)
+        if not overlaps or (not may_overlap and world.is_one_place):
             copying.run()
             return
+        self._copying = copying
+        if not may_overlap:
+            copying.copy()
+            copying.start()
+            return
         if self._hook is None:
-            optimizer = self._live_optimizer()
-            self._hook = optimizer.register_step_pre_hook(self._before_optimizer)
-        self._copying, self._writer = copying, writer
-        copying.start()
+            self._hook = _hooked_first(optimizer, self._before_optimizer)
+        if copying.start():
+            self._writer = writer
+            self._listen(writer)
 
     def finish(self) -> int:
         """Wait until this rank's newest copy is complete, and return the step of the copy.
@@ -166,9 +186,9 @@ class CopiedState(ABC):
             OSError: the host has no memory left for the copies.
         """
         self._before_optimizer()
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.wait(self._worlds[-1].timeout_s)
+        if self._copying is not None:
+            self._copying.wait(self._worlds[-1].timeout_s)
+            self._copying = None  # only now: after an error, `stop` waits for the thread
         return self._rest_steps[1 - self._at if self._is_void else self._at]
 
     def stop(self, timeout_s: float) -> None:
@@ -177,10 +197,18 @@ class CopiedState(ABC):
         Raises:
             CollectiveError: the thread has not ended after `timeout_s`.
         """
-        if self._copying is not None:
-            self._copying.wait_until_ended(timeout_s)
-            self._copying = None
-            self._check_unchanged()
+        copying = self._copying
+        if copying is not None and copying.is_here:
+            try:
+                copying.wait_until_copied(timeout_s)
+            except CollectiveError:
+                copying.decide(is_void=True)  # no one is left to decide it later
+                raise
+            self._check_unchanged(timeout_s)
+            copying.wait_until_ended(timeout_s)
+        if self._writer is not None:  # in a forked child
+            self._listen(None)
+        self._copying = self._writer = None
 
     def discard_newest(self) -> None:
         """Have the next copy overwrite the newest one, which is void on some rank."""
@@ -191,14 +219,34 @@ class CopiedState(ABC):
     def _before_optimizer(self, *_: object) -> None:
         if self._writer is None or self._copying is None or not self._copying.is_here:
             return  # in a forked child, it is not: the child does not have its parent's thread
-        self._copying.wait_until_copied(self._worlds[-1].timeout_s)
-        self._check_unchanged()
+        timeout_s = self._worlds[-1].timeout_s
+        self._copying.wait_until_copied(timeout_s)
+        self._check_unchanged(timeout_s)
 
-    def _check_unchanged(self) -> None:
+    def _decide_early(self) -> None:
+        """Have a copy stamped once it is complete. Called between two operations of a step."""
+        copying, writer = self._copying, self._writer
+        if copying is None or writer is None or not copying.is_here or not copying.needs_decision:
+            return
+        copying.decide(is_void=bool(writer.changed()))
+
+    def _listen(self, writer: ShardsWriter | None) -> None:
+        """Follow the events of a step, and collectives that write to what is being copied."""
+        for module in self._live_modules():
+            for unit in units_of(module):
+                driver_of(unit).on_event = None if writer is None else self._decide_early
+        arrays.before_write = None if writer is None else writer.count_change
+
+    def _check_unchanged(self, timeout_s: float) -> None:
         """Void the newest copy if its source has changed since the copy began."""
         writer, self._writer = self._writer, None
-        changed = "" if writer is None else writer.changed()
+        if writer is None or self._copying is None:
+            return
+        self._listen(None)
+        changed = writer.changed()
+        self._copying.decide(is_void=bool(changed))
         if changed:
+            self._copying.wait_until_stamped(timeout_s)  # else it might be stamped after this
             self._is_void, self._may_overlap = True, False
             self._worlds[-1].void_newest()
             warnings.warn(
@@ -234,6 +282,10 @@ class CopiedState(ABC):
             self._hook.remove()
             self._hook = None
         with contextlib.suppress(CollectiveError):  # it ends with its group
+            # This depends on no other rank. A thread that calls torch while the interpreter exits
+            # aborts the process.
+            if self._copying is not None and self._copying.is_here:
+                self._copying.wait_until_copied(self._worlds[-1].timeout_s)
             self.stop(_CLOSE_S)
 
     def drop(self) -> None:
@@ -242,6 +294,23 @@ class CopiedState(ABC):
         for one in self._worlds:
             one.close()
         self._worlds.clear()
+
+
+def _calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's step calls its hooks.
+
+    The step of a class that wraps another optimizer may not, if it leaves out `Optimizer.__init__`.
+    """
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return hooks is not None and getattr(type(optimizer).step, "hooked", False)
+
+
+def _hooked_first(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Register a hook that runs before the program's hooks, which may write to the state."""
+    handle = optimizer.register_step_pre_hook(hook)
+    hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, which torch does not say
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:

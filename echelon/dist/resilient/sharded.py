@@ -64,6 +64,9 @@ class ShardedState(CopiedState):
     def _live_optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
 
+    def _live_modules(self) -> Sequence[nn.Module]:
+        return [self._model]
+
     def _sets(self, group: ProcessGroup) -> Sets:
         return sets_of(group.size, num_replicas_of(self._model))
 

@@ -318,6 +318,26 @@ def test_ranks_may_die_around_a_step_that_changes_the_optimizers_state_early(
     assert [one["step"] for one in agent.report.continuations] == resumed
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [(2, "before the optimizer", 3)],
+        [(1, "discarding", 4)],
+        [(3, "after the optimizer", 5)],
+        [(3, "after the optimizer", 5), (0, "restoring shards", 5)],
+    ],
+    ids=["the first", "the second", "the third", "the third, and then another"],
+)
+def test_ranks_may_die_while_several_ranks_void_copies_in_successive_steps(
+    tmp_path, undisturbed, kills
+):
+    """The start of step 2 remains the newest of which all copies are complete."""
+    ends, agent = _survive(tmp_path, 4, kills, "sharded, touched")
+    assert [end[0] for end in ends] == [undisturbed] * (4 - len(kills))
+    assert {one["step"] for one in agent.report.continuations} == {2}
+
+
 def _leave(rank, world_size):
     dist.init("shm", timeout_s=60)
     model = fully_shard(nn.Linear(8, 8))

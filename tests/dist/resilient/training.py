@@ -169,6 +169,7 @@ class Mortal:
         self._before(state, "restore_from", "restoring shards")
         self._before(state, "enter", "before new copies")
         self._before(state, "release_earlier", "after new copies")
+        self._before(state, "discard_newest", "discarding")
         self._after(epochs, "arrive", "in the meeting")
         self._after(state, "check_alike", "compared")
         self._fail_behind_a_barrier()
@@ -253,7 +254,9 @@ class Training(Mortal):
     forward), or "hsdp" (two replicas where the number of ranks is even, and whole blocks are kept
     after a forward). "sharded and saved" and "hsdp and saved" also save a checkpoint. What follows
     ", " is a habit: "halved" changes the optimizer's state at the beginning of step HALVED_STEP;
-    "slowly copied" never completes the copy of the step at whose "forward" the rank is to die.
+    "touched" overwrites it with the same values, on rank 0 in that step, on rank 1 in the next
+    one, and so on; "slowly copied" never completes the copy of the step at whose "forward" the rank
+    is to die.
     """
 
     def __init__(
@@ -329,7 +332,9 @@ class Training(Mortal):
             if self.saves and step == SAVED_STEP:
                 checkpoint.save(self.folder / "checkpoint", self._state(step))
             if self.habit == "halved" and step == HALVED_STEP:
-                self._halve()
+                self._scale_averages(0.5)
+            if self.habit == "touched" and step == HALVED_STEP + self.rank:
+                self._scale_averages(1.0)
             self._begin_to_die(step)
             loss = same.backward(step, lambda number: self.loss(world.group, number))
             same.clip_grad_norm_(0.5)
@@ -343,9 +348,9 @@ class Training(Mortal):
 
         return train_step
 
-    def _halve(self) -> None:
+    def _scale_averages(self, factor: float) -> None:
         for values in self.optimizer.state.values():
-            values["exp_avg"].mul_(0.5)
+            values["exp_avg"].mul_(factor)
 
     def _change(self, step: int) -> None:
         """Change what only one step does: a rank that joins later learns it from others."""

@@ -68,6 +68,8 @@ class Driver:
         units: the units, keyed by number.
         sizes: the sizes of the units, keyed by number. Some of these units may no longer exist.
         hashes: the running hashes of the gathers and of the reductions.
+        on_event: called before each forward pass of a unit and often during a backward pass, on the
+            thread that trains, or while that thread waits for autograd; or None.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -83,6 +85,7 @@ class Driver:
         self.hashes = {"gather": 0, "reduce": 0}
         self._near: dict[int, ProcessGroup] = {}
         self._prepared: set[tuple[ProcessGroup, torch.device]] = set()
+        self.on_event: Callable[[], None] | None = None
         self._num_flats = self._num_units = 0
         self._reducer: Reducer | None = None  # of the reductions under way
         self._run: weakref.ref[_Run] | None = None
@@ -180,6 +183,7 @@ class Driver:
             unit: the unit whose forward pass is about to begin.
             trains: whether a backward pass may follow.
         """
+        self._note_event()
         with self._failing():
             _ = self.in_backward
             records = torch.is_grad_enabled()
@@ -209,7 +213,12 @@ class Driver:
             self._enter_backward()
             self._do(self.order.inputs_have_gradients(unit.entry, call))
 
+    def _note_event(self) -> None:
+        if self.on_event is not None:
+            self.on_event()
+
     def _enter_backward(self) -> None:
+        self._note_event()
         if self.in_backward:
             return
         self._do(self.order.backward_begins())

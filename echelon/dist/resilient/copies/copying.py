@@ -3,6 +3,10 @@
 Most of a copy is the optimizer's state, which only the optimizer writes, at the end of a step. The
 thread reads that state during the forward and backward passes. `ShardedState` waits for the thread
 before the optimizer writes, and before the step ends.
+
+The thread does not stamp a copy before the thread that trains has decided that its source is
+unchanged. torch counts a change after it was made, so a change that is still being made would not
+be noticed; but the thread that trains decides between two operations.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from echelon.dist.resilient.copies.memory import Stamp
 from echelon.errors import CollectiveError
 
 NAME = "echelon-copies"  # of the thread
+# A thread waits as long as this rank and its partners are within the step, however long that is.
+# The end of the step has a shorter deadline, and the end of the group ends an exchange.
+_STEP_S = 1e6
 
 
 class Copying:
@@ -22,23 +29,34 @@ class Copying:
 
     Args:
         step: the step whose start is copied.
-        complete: writes the rest, and stamps the copy unless its source has changed since;
-            returns the stamp.
-        exchange: exchanges copies with other places; called with that stamp.
+        complete: writes the rest; returns the stamp that the copy is to have.
+        commit: stamps the copy unless it is void, as the second argument tells; returns the stamp
+            that the partners receive.
+        exchange: exchanges copies with other places; called with that stamp and a timeout, which
+            is None for the group's.
 
     Attributes:
         step: the step whose start is copied.
     """
 
     def __init__(
-        self, step: int, complete: Callable[[], Stamp], exchange: Callable[[Stamp], None]
+        self,
+        step: int,
+        complete: Callable[[], Stamp],
+        commit: Callable[[Stamp, bool], Stamp],
+        exchange: Callable[[Stamp, float | None], None],
     ) -> None:
         self.step = step
         self._complete = complete
+        self._commit = commit
         self._exchange = exchange
         self._pid = os.getpid()
         self._error: BaseException | None = None
+        self._stamp: Stamp | None = None
+        self._is_void = False
         self._has_copied = threading.Event()
+        self._is_decided = threading.Event()
+        self._has_stamped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
 
     @property
@@ -46,27 +64,68 @@ class Copying:
         """True unless this process is a forked child, which does not have its parent's thread."""
         return os.getpid() == self._pid
 
-    def start(self) -> None:
-        """Complete the copy on a thread."""
-        self._thread.start()
+    @property
+    def needs_decision(self) -> bool:
+        """True if the thread no longer reads this rank's state, and `decide` was not called."""
+        return self._has_copied.is_set() and not self._is_decided.is_set()
+
+    def start(self) -> bool:
+        """Complete the copy on a thread; `decide` must follow.
+
+        If the system refuses another thread, the copy is made at once, and exchanged by `wait`.
+
+        Returns:
+            Whether a thread was started.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.copy()
+            return False
+        return True
+
+    def copy(self) -> None:
+        """Complete and stamp the copy on the calling thread; `run` then only exchanges it."""
+        is_on_thread = threading.current_thread() is self._thread
+        if not is_on_thread:
+            self.decide(is_void=False)
+        try:
+            stamp = self._complete()
+            self._has_copied.set()
+            if not self._is_decided.wait(_STEP_S):
+                raise self._late(_STEP_S)
+            self._stamp = self._commit(stamp, self._is_void)
+        finally:
+            self._has_copied.set()
+            self._has_stamped.set()
 
     def run(self) -> None:
-        """Complete the copy on the calling thread.
+        """Complete the copy on the calling thread, and exchange it.
 
         Raises:
             CollectiveError: a partner was lost.
         """
-        try:
-            stamp = self._complete()
-        finally:
-            self._has_copied.set()
-        self._exchange(stamp)
+        if self._stamp is None:
+            self.copy()
+        assert self._stamp is not None
+        is_on_thread = threading.current_thread() is self._thread
+        self._exchange(self._stamp, _STEP_S if is_on_thread else None)
 
     def _run(self) -> None:
         try:
             self.run()
         except BaseException as err:  # noqa: BLE001 -- raised by `wait`, on the thread that trains
             self._error = err
+
+    def decide(self, *, is_void: bool) -> None:
+        """Let the thread stamp the copy, or not. Only the first call has an effect.
+
+        Args:
+            is_void: whether the source has changed. No operation may be changing it now.
+        """
+        if not self._is_decided.is_set():
+            self._is_void = is_void
+            self._is_decided.set()
 
     def wait_until_copied(self, timeout_s: float) -> None:
         """Wait until the thread no longer reads this rank's state. Does not raise its error.
@@ -77,6 +136,15 @@ class Copying:
         if not self._has_copied.wait(timeout_s):
             raise self._late(timeout_s)
 
+    def wait_until_stamped(self, timeout_s: float) -> None:
+        """Wait until the thread has obeyed `decide`. Does not raise its error.
+
+        Raises:
+            CollectiveError: the thread has not done so after `timeout_s`.
+        """
+        if not self._has_stamped.wait(timeout_s):
+            raise self._late(timeout_s)
+
     def wait(self, timeout_s: float) -> None:
         """Wait until the thread has ended, and raise the error that ended it.
 
@@ -84,6 +152,9 @@ class Copying:
             CollectiveError: the thread has not ended after `timeout_s`, or a partner was lost.
             OSError: the host has no memory left.
         """
+        if self._thread.ident is None:
+            self.run()
+            return
         self.wait_until_ended(timeout_s)
         if self._error is not None:
             raise self._error
@@ -94,6 +165,8 @@ class Copying:
         Raises:
             CollectiveError: the thread has not ended after `timeout_s`.
         """
+        if self._thread.ident is None:
+            return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise self._late(timeout_s)

@@ -77,6 +77,7 @@ class ShardsWriter:
                         self._add(part, key, value)
                 elif not self._index.scalars.takes(name, key, value):
                     values[key] = value
+        self._storages = {_storage_of(value) for _, _, value, _ in self._later} - {0}  # of none
         self._num_first, self._first_end = len(self._tensors), self._end
         for part, key, value, _ in self._later:
             self._add(part, key, value)
@@ -119,10 +120,18 @@ class ShardsWriter:
         runs = zip(self._index.runs[first:stop], self._tensors[first:stop], strict=True)
         return [(run.offset + shift, data) for run, data in runs]
 
+    def count_change(self, tensor: torch.Tensor) -> None:
+        """Have torch count a change that is about to be made by other code, such as a collective.
+
+        Other tensors than those that are to be written later are ignored.
+        """
+        if tensor.device.type == "cpu" and _storage_of(tensor) in self._storages:
+            torch.autograd.graph.increment_version(tensor)
+
     def changed(self) -> str:
         """Return the name of a tensor that was to be written later, and has changed since; or "".
 
-        Only changes that torch counts are noticed.
+        Only changes that torch counts are noticed, and those passed to `count_change`.
         """
         for part, key, value, version in self._later:
             if value._version != version:
@@ -253,13 +262,17 @@ class ShardsRestore:
                 self._optimizer.state[part.tensor] = self._states[name]
 
 
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
     """Return whether only the optimizer writes to a tensor, as far as can be known."""
     return (
         type(value) is torch.Tensor
         and value.device.type == "cpu"
         and not value.is_inference()  # torch does not count its changes
-        and value.untyped_storage().data_ptr() not in exposed
+        and _storage_of(value) not in exposed
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class WorldCopies:
         roster: the world's ranks, as numbered by the launcher.
         sets: the world's ranks, in sets that hold the same parts of the model.
         own_rank: this rank, as numbered by the launcher.
+        is_one_place: whether all ranks can read each other's memory, so no copy is exchanged.
 
     Raises:
         CollectiveError: a rank was lost, or the memory of a rank at this place cannot be opened.
@@ -74,7 +75,7 @@ class WorldCopies:
         apart = machines if len(set(machines)) > 1 else places
         partners = without_replicas_elsewhere(partners_of(places, machines), sets, apart)
         me = group.rank
-        self._is_one_place = len(set(places)) == 1
+        self.is_one_place = len(set(places)) == 1
         self.own_rank = self.roster[me]
         self._here = [self.roster[i] for i, place in enumerate(places) if place == places[me]]
         self._partner = partners[me]
@@ -140,17 +141,19 @@ class WorldCopies:
 
         def complete() -> Stamp:
             crc = writer.write_rest(content, first_crc)
-            version = Version(_VOID if writer.changed() else step, self.epoch)
-            stamp = Stamp(version, self.own_rank, writer.num_bytes, crc)
-            if version.step != _VOID:
-                memory.commit(stamp)
+            return Stamp(Version(step, self.epoch), self.own_rank, writer.num_bytes, crc)
+
+        def commit(stamp: Stamp, is_void: bool) -> Stamp:
+            if is_void:
+                return replace(stamp, version=Version(_VOID, self.epoch))
+            memory.commit(stamp)
             return stamp
 
-        def exchange(stamp: Stamp) -> None:
-            if not self._is_one_place:
-                self._exchange(turn, stamp, content)
+        def exchange(stamp: Stamp, timeout_s: float | None) -> None:
+            if not self.is_one_place:
+                self._exchange(turn, stamp, content, timeout_s)
 
-        return Copying(step, complete, exchange)
+        return Copying(step, complete, commit, exchange)
 
     def discard_newest(self) -> None:
         """Have the next copy overwrite the newest one, and keep the one before. Call on all ranks.
@@ -166,27 +169,31 @@ class WorldCopies:
         """Remove the stamp of this rank's newest copy."""
         self._own.memories[(self._num_written - 1) % _NUM].erase()
 
-    def _exchange(self, turn: int, stamp: Stamp, content: torch.Tensor) -> None:
+    def _exchange(
+        self, turn: int, stamp: Stamp, content: torch.Tensor, timeout_s: float | None
+    ) -> None:
         sent: list[Work | None] = []
         if self._partner is not None:
             channel = self._channel(self._partner)
             head = torch.frombuffer(bytearray(stamp.pack()), dtype=torch.uint8)
-            sent = [channel.send(head, async_op=True), channel.send(content, async_op=True)]
+            sent = [
+                channel.send(one, async_op=True, timeout_s=timeout_s) for one in (head, content)
+            ]
         for sender, held in self._kept.items():
-            self._receive(self._channel(sender), held.memories[turn])
+            self._receive(self._channel(sender), held.memories[turn], timeout_s)
         for work in sent:
             if work is not None:
                 work.wait()
 
     @staticmethod
-    def _receive(channel: Channel, memory: CopyMemory) -> None:
+    def _receive(channel: Channel, memory: CopyMemory, timeout_s: float | None) -> None:
         memory.erase()
         head = torch.empty(Stamp.num_bytes_packed(), dtype=torch.uint8)
-        channel.recv(head)
+        channel.recv(head, timeout_s=timeout_s)
         stamp = Stamp.unpack(head.numpy().tobytes())
         if stamp is None:
             raise CollectiveError("the header of a copy of a rank's state was damaged in transit")
-        channel.recv(memory.content(stamp.num_bytes))
+        channel.recv(memory.content(stamp.num_bytes), timeout_s=timeout_s)
         if stamp.version.step != _VOID:
             memory.commit(stamp)
 

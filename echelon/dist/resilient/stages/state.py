@@ -11,11 +11,12 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from echelon.dist.fsdp.control import reshard
 from echelon.dist.group import ProcessGroup
@@ -97,6 +98,9 @@ class StagesState(CopiedState):
     def _live_optimizer(self) -> torch.optim.Optimizer:
         return self.setup.optimizer
 
+    def _live_modules(self) -> Sequence[nn.Module]:
+        return [stage.module for stage in self.setup.pipe.stages]
+
     def _sets(self, group: ProcessGroup) -> Sets:  # noqa: ARG002 -- of the layout's group
         assert self._layout is not None
         return self._layout.sets
@@ -123,7 +127,7 @@ class StagesState(CopiedState):
                 "the optimizer has state that belongs to none of the pipeline's parameters, and "
                 "could not be restored"
             )
-        exposed = exposed_storages([stage.module for stage in setup.pipe.stages], parts)
+        exposed = exposed_storages(self._live_modules(), parts)
         return ShardsWriter(parts, setup.optimizer, exposed=exposed, facts=facts_of(setup))
 
     def check_alike(self, group: ProcessGroup) -> None:
