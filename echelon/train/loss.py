@@ -41,7 +41,7 @@ def chunked_cross_entropy(
     chunk_tokens: int | None = None,
     recompute: bool | None = None,
 ) -> Tensor:
-    """Return `F.cross_entropy(F.linear(hidden, weight).float(), targets)` in chunks of tokens.
+    """Compute `F.cross_entropy(F.linear(hidden, weight).float(), targets)` in chunks of tokens.
 
     Under `torch.autocast`, the products use autocast's dtype. `torch.compile` captures the function
     without a graph break, with one copy of the loop's body per chunk. Second derivatives are not

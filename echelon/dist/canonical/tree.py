@@ -115,7 +115,7 @@ def maximal_nodes(run: Run) -> tuple[Node, ...]:
 def combine(
     nodes: Iterable[tuple[Node, T]], run: Run, add: Callable[[T, T], T]
 ) -> list[tuple[Node, T]]:
-    """Add neighbouring nodes within a run as far as the tree allows.
+    """Combine the values of neighbouring nodes, up to the largest nodes that fit in a run.
 
     Args:
         nodes: nodes with their values, in ascending order without gaps, beginning at the run's

@@ -51,7 +51,7 @@ class Operation:
     Attributes:
         kind: one of `OPERATIONS`, or `OPEN`.
         sequence: for a collective, its number in the group, from 0; for a send or receive, its
-            number among the messages with this peer in this direction.
+            number among the messages exchanged with this peer in this direction.
         dtype: the data's true dtype ("bfloat16" is stored as uint16); "" for a barrier.
         device: the device of the data: "cpu", "cuda", "xpu", ...; "cpu" for a barrier.
         reduce_op: one of `REDUCE_OPS`, or "" if the operation does not reduce.
@@ -67,7 +67,7 @@ class Operation:
             (the `source` of rank r holds `output_splits[r]` elements), and an uneven reduce_scatter
             has only `input_splits` (the `target` of rank r holds `input_splits[r]` elements); the
             splits of both operations are the same on all ranks.
-        shape: the shape that the caller passed, for messages.
+        shape: the shape that the caller passed; used in error messages.
         call: the data that must be equal on all ranks; b"" for a send or receive.
         is_detached: whether the operation is a device send that the caller does not wait for; the
             array may then be overwritten as soon as the call returns.

@@ -69,7 +69,7 @@ class LimitRule:
 
     @property
     def is_disarmed(self) -> bool:
-        """Whether early examinations have ended, because too many were false alarms."""
+        """Whether early examinations have been turned off after too many false alarms."""
         return self.num_cleared >= MAX_CLEARED
 
     def begin_again(self, now_ns: int) -> None:

@@ -87,7 +87,7 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answers are outstanding."""
+        """Whether every request has been answered."""
         return not self._calls
 
     def start(self, query: int, body: bytes, deadline: Deadline, *, is_watch: bool = False) -> Call:

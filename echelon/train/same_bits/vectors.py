@@ -227,7 +227,8 @@ def vectors_of(
 
     Raises:
         ValueError: a unit is sharded among ranks that do not hold all micro-batches between them.
-        CollectiveMismatchError: the runs of a unit's ranks are not contiguous.
+        CollectiveMismatchError: the ranges of micro-batches held by a unit's ranks are not
+            contiguous.
     """
     run, scratch = runs[group.rank], Scratch()
     found: list[WholeVector | ShardedVector] = [

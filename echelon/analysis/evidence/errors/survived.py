@@ -2,11 +2,11 @@
 
 A mismatch or a timeout ends its group, but not necessarily the program. If all members caught the
 error and continued, the job ended later for another reason. The failed calls are then removed,
-because they would look like the earliest fault.
+because they would otherwise look like the earliest fault.
 
 A mismatch counts as survived only if no rank is still inside the operation, if every member
-continued (see `continued.py`), and if no rank's ending names the mismatch. torch's flight recorder
-does not record errors, so nothing is removed from its dumps.
+continued (see `continued.py`), and if no rank gave the mismatch as the reason
+it ended. torch's flight recorder does not record errors, so nothing is removed from its dumps.
 """
 
 from __future__ import annotations

@@ -147,8 +147,8 @@ def _check_over(over: ProcessGroup | None, groups: list[ProcessGroup]) -> None:
     for group in groups:
         if over is None or not set(group.ranks) <= set(over.ranks):
             raise ValueError(
-                f"over={over!r} must contain all ranks of group {group.name!r}, among which "
-                f"parameters are divided: {list(group.ranks)}"
+                f"over={over!r} must contain all ranks of group {group.name!r}, which shards "
+                f"parameters across ranks {list(group.ranks)}"
             )
 
 

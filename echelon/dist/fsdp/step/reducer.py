@@ -1,9 +1,9 @@
 """Run all reductions of one backward pass concurrently.
 
 At the end of the backward pass, the ranks compare hashes of the order in which they gathered and
-reduced units. On a mismatch, the error names a rank whose order differs. The ranks also exchange
-which parameters have gradients. If no rank has a gradient for a parameter, the parameter's `.grad`
-is left unchanged.
+reduced units. On a mismatch, the error names a rank whose order differs. The ranks also tell one
+another which parameters have gradients. If no rank has a gradient for a parameter, the parameter's
+`.grad` is left unchanged.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Divide layers among ranks (tensor parallelism), using differentiable collectives."""
+"""Shard layers across ranks (tensor parallelism), using differentiable collectives."""

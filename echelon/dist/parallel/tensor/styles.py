@@ -53,7 +53,8 @@ def check(name: str, module: nn.Module, style: str, size: int) -> None:
         if style != "head" and length % size:
             what = "inputs" if style == "row" else "outputs"
             raise ValueError(
-                f"{name} has {length} {what}, which cannot be divided among {size} ranks (tp)"
+                f"{name} has {length} {what}, which cannot be divided evenly among {size} "
+                "tensor-parallel ranks"
             )
     elif style in ("vocabulary", "embedding"):
         _embedding(name, module)
@@ -87,7 +88,7 @@ def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool)
 
 
 def make_row(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide a linear layer by its inputs.
+    """Shard a linear layer along its input dimension.
 
     The outputs are summed over the ranks before the bias is added.
     """
@@ -217,9 +218,7 @@ def _linear(name: str, module: nn.Module) -> nn.Linear:
 
 def _embedding(name: str, module: nn.Module) -> nn.Embedding:
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-        raise ValueError(
-            f"{name} must be an nn.Embedding to be divided, but is {_described(module)}"
-        )
+        raise ValueError(f"{name} must be an nn.Embedding to be sharded, got {_described(module)}")
     special = ("padding_idx", "max_norm")
     chosen = [one for one in special if getattr(module, one) is not None]
     chosen += [one for one in ("scale_grad_by_freq", "sparse") if getattr(module, one)]

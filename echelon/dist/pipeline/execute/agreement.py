@@ -57,8 +57,8 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
     indices, expected = tuple(stage.index for stage in stages), plan.stages_of(rank)
     if indices != expected:
         raise ValueError(
-            f"{plan.name} puts stages {list(expected)} on rank {rank} of the group, but got "
-            f"{list(indices)}"
+            f"{plan.name} puts stages {list(expected)} on rank {rank} of the group, but this rank "
+            f"was given stages {list(indices)}"
         )
     wrong = [stage for stage in stages if stage.num_stages != plan.num_stages]
     if wrong:

@@ -46,7 +46,7 @@ class Reports:
         self._remote.pop(rank, None)
 
     def ask_store(self, world: World, ranks: Iterable[int]) -> None:
-        """Look in the store for ranks of other nodes that have not reported."""
+        """Check the store for ranks on other nodes that have yet to report."""
         known = {*self._remote, *world.nodes.get(self._own_node, ())}
         asked = [rank for rank in ranks if rank not in known]
         if not asked or self._meeting.how_it_died():

@@ -1,6 +1,6 @@
-"""Define the table of the restart policy.
+"""Define the restart policy's table.
 
-The first row that fits a failure applies. The column `repeats` limits how often the same failure
+The first row that matches a failure applies. The column `repeats` limits how often the same failure
 may occur again before a new step is completed. With 0, the job stops at the first occurrence; with
 1, it stops at the second. With None, only `--max-restarts` applies. `docs/restarts.md` contains the
 table.

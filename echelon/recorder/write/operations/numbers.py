@@ -1,4 +1,4 @@
-"""Limit numbers from callers to the range of their fields."""
+"""Clamp caller-supplied numbers to the range of the fields that store them."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def _load(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: the file is not JSON ({error})", path=path) from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: the file is not a JSON object of settings", path=path)
+        raise CheckpointError(f"{path}: the file does not contain a JSON object", path=path)
     return content
 
 
