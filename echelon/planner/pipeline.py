@@ -43,7 +43,7 @@ class Course:
 
 
 def stages_of(layout: Layout, model: Model) -> Stages:
-    """Return how `parallelize` divides a model: evenly, with extra blocks in the first stages."""
+    """Return how `parallelize` splits a model: evenly, with leftover blocks in the first stages."""
     number = layout.pp * layout.chunks
     least, more = divmod(model.layers, number)
     blocks = tuple(least + (stage < more) for stage in range(number))
@@ -65,10 +65,12 @@ def course(
     """Simulate a schedule.
 
     Args:
-        schedule, pp, microbatches, chunks: the schedule's name, and the numbers of ranks,
-            micro-batches, and stages per rank.
+        schedule: the schedule's name.
+        pp: the number of ranks.
+        microbatches: the number of micro-batches.
+        chunks: the number of stages per rank.
         forward: the cost of one micro-batch's forward pass in each stage.
-        backward: the cost of a backward pass as a multiple of that of a forward pass: 2, or 3 with
+        backward: the cost of a backward pass relative to a forward pass: 2, or 3 with
             recomputation.
     """
     from echelon.dist.pipeline.plan.catalogue import schedule as make

@@ -147,12 +147,12 @@ def _entry_of(fields: dict[str, Any]) -> ShardEntry:
 def _count(fields: dict[str, Any], name: str) -> int:
     value = fields[name]
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f'the field "{name}" must be an integer of at least 0, got {value!r}')
+        raise ValueError(f'the field "{name}" must be a non-negative integer, got {value!r}')
     return value
 
 
 def _file_name(fields: dict[str, Any], name: str) -> str:
-    """Return the file name stored under `name`; refuse a path that leads out of the folder."""
+    """Return the file name stored under `name`; reject a path that escapes the folder."""
     value = fields[name]
     if not isinstance(value, str) or Path(value).name != value:
         raise ValueError(

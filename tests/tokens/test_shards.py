@@ -113,7 +113,7 @@ class _FullDisk:
         (lambda f: _edit(f, "version", 2), "has version 2, but this version of echelon reads 1"),
         (lambda f: _edit(f, "dtype", "float32"), "dtype must be one of"),
         (lambda f: _edit(f, "num_tokens", 11), "num_tokens is 11, but the shards have 10"),
-        (lambda f: _edit(f, "vocabulary_size", -1), "must be an integer of at least 0, got -1"),
+        (lambda f: _edit(f, "vocabulary_size", -1), "must be a non-negative integer, got -1"),
         (lambda f: _edit(f, "shards", [{}]), "'tokens_name' is missing"),
         (lambda f: _edit_shard(f, "tokens_name", "../secret"), "must be the name of a file"),
     ],

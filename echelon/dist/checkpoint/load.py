@@ -182,10 +182,10 @@ def _open(path: Path | Remote, state: dict[str, Any]) -> Source:
 
 
 def _require_use(restore: Restore, source: Source, peers: Peers) -> None:
-    """Check that every stored tensor of the modules is requested by at least one rank.
+    """Check that every stored module tensor is requested by at least one rank.
 
     Raises:
-        ValueError: no rank requests one of the tensors.
+        ValueError: a tensor is not requested by any rank.
     """
     everyones = [set(unused) for unused in peers.all_gather(restore.unused)]
     left = sorted(set.intersection(*everyones))

@@ -193,7 +193,7 @@ class Liveness:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        """Mark in the store, while the block runs, that this rank is in a monitored barrier.
+        """Mark this rank in the store as being in a monitored barrier while the block runs.
 
         The mark remains valid even if the rank can no longer answer a liveness check. If the store
         does not answer, no mark is set. Ranks that share memory do not need a mark, because the

@@ -1,4 +1,4 @@
-"""Divide a whole model, built by every rank, among the ranks."""
+"""Split a model across ranks, after every rank has built the whole model."""
 
 from __future__ import annotations
 

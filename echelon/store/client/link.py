@@ -99,7 +99,7 @@ class Link:
             OSError: the link is broken.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
-            raise TimeoutError("another thread is still sending a call")
+            raise TimeoutError("another thread is still sending a request")
         try:
             self._demand_up()
             call = Call(next(self._tags) & _MAX_TAG or 1, self._num_quiet, is_watch=is_watch)
@@ -113,7 +113,7 @@ class Link:
     def send_all(self, queries: list[tuple[int, bytes]], deadline: Deadline) -> list[Call]:
         """Send several queries in one packet. Raises the same errors as `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
-            raise TimeoutError("another thread is still sending a call")
+            raise TimeoutError("another thread is still sending a request")
         try:
             self._demand_up()
             calls = []
@@ -135,7 +135,7 @@ class Link:
         Raises the same errors as `start`.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
-            raise TimeoutError("another thread is still sending a call")
+            raise TimeoutError("another thread is still sending a request")
         try:
             self._demand_up()
             self._num_quiet += 1
@@ -157,7 +157,7 @@ class Link:
         An answer still arrives, either to the query or to the cancellation.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
-            raise TimeoutError("another thread is still sending a call")
+            raise TimeoutError("another thread is still sending a request")
         try:
             if self.problem is None:
                 self._send(_HEAD.pack(p.CANCEL, call.tag), deadline)

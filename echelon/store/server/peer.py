@@ -374,7 +374,7 @@ class Peer(asyncio.Protocol):
         return self.standing is standing
 
     def _carry_out_one(self, message: Any) -> None:
-        """Execute a single message from a member, faster than `_carry_out`."""
+        """Execute a single message from a member: a fast path for `_carry_out`."""
         state = self.state
         if state.promised_to and self in state.promised_to:
             release_unless_popped(self, message)

@@ -143,8 +143,8 @@ def check_reproducible(step: int, rows: Sequence[Sequence[str]], ranks: Sequence
     strays = [rank for rank, row in zip(ranks, rows, strict=True) if row[0] != rows[0][0]]
     if strays:
         raise NotReproducibleError(
-            f"micro-batch 0 of step {step} gave different bits on rank {strays[0]} and on rank "
-            f"{ranks[0]}: do these ranks have the same processors, libraries and number of threads "
-            "(OMP_NUM_THREADS), and does your code select data by the micro-batch's number?",
+            f"micro-batch 0 of step {step} produced different bits on rank {strays[0]} and on rank "
+            f"{ranks[0]}; check that these ranks have the same processors, libraries and number of "
+            "threads (OMP_NUM_THREADS), and that your code selects data by the micro-batch's index",
             ranks=strays,
         )

@@ -1,4 +1,4 @@
-"""Add up a module's gradients, from single micro-batches to the averages over all ranks.
+"""Sum a module's gradients over micro-batches, then average them over all ranks.
 
 The backward pass of each micro-batch leaves gradients in `.grad`. The gradients are taken out
 immediately, without a copy, so that only the canonical tree adds the gradients of two

@@ -1,8 +1,8 @@
-"""Train a pipeline to the same weights, bit for bit, as the whole model in one process.
+"""Train a pipeline to the weights that one process would give, bit for bit.
 
 Each stage sums the gradients of its micro-batches, over its replicas or shards, in the order of the
-canonical tree. The state of the random generators is sent with the activations. The norm is summed
-over the parameters in the order of their names, and does not depend on where the model is divided.
+canonical tree. The RNG state is sent with the activations. The norm is summed over the parameters
+in the order of their names, and does not depend on where the model is split.
 """
 
 from __future__ import annotations

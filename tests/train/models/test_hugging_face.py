@@ -271,7 +271,7 @@ def test_broken_folders_are_named(tmp_path):
         load_pretrained(tmp_path)
     piece.write_bytes(content)
     cases = [
-        ({"x.weight": "../x.safetensors"}, "does not list files of the same folder"),
+        ({"x.weight": "../x.safetensors"}, "the index must list only files in its own folder"),
         ({"x.weight": piece.name}, "lists tensors that are missing: x.weight"),
         ({"model.norm.weight": piece.name}, "which model.safetensors.index.json does not list"),
     ]

@@ -206,10 +206,10 @@ def _with_peer(rows: Any, group: int, peer: int) -> Any:
 
 
 def _has_exchanged(streams: Streams, message: Message, *, or_nothing: bool = False) -> bool:
-    """Return whether a rank has completed a message in this direction with this peer.
+    """Return whether a rank has completed another message to or from this message's peer.
 
     Args:
-        or_nothing: the value to return if the rank has not completed any message.
+        or_nothing: the value to return if the rank has completed no messages with any peer.
     """
     rows = streams.evidence.ranks[message.rank].rows
     done = ((rows["flags"] & Flag.P2P) > 0) & (rows["state"] == State.COMPLETED)

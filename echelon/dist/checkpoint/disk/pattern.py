@@ -103,7 +103,7 @@ def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _shortest(start: int, repeats: list[tuple[int, int]]) -> Pattern:
-    """Return the shortest pattern for repeats that are ordered from the innermost outwards."""
+    """Return the shortest pattern that describes `repeats`, ordered from innermost to outermost."""
     length = 1
     kept: list[tuple[int, int]] = []
     for count, step in repeats:

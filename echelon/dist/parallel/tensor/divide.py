@@ -1,4 +1,4 @@
-"""Divide a model's layers according to a plan, and find the parameters that remain whole."""
+"""Shard a model's layers according to a plan, and find the parameters that stay unsharded."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ class Listener(Protocol):
     def random(
         self, stage: Stage, microbatch: int, state: torch.Tensor | None
     ) -> AbstractContextManager[object]:
-        """Return a context manager that sets the random generators for a forward pass.
+        """Return a context manager that sets the RNG state for a forward pass.
 
-        The context manager restores the generators afterwards.
+        The context manager restores the previous state afterwards.
 
         Args:
             stage: the stage whose forward pass runs.
             microbatch: the index of the micro-batch in the batch.
-            state: the generators' state after the previous stage; None in the first stage.
+            state: the RNG state after the previous stage; None in the first stage.
         """
 
     def random_state(self, stage: Stage) -> torch.Tensor:

@@ -70,7 +70,7 @@ class Copying:
         return self._has_copied.is_set() and not self._is_decided.is_set()
 
     def start(self) -> bool:
-        """Complete the copy on a thread; `decide` must follow.
+        """Complete the copy on a background thread; `decide` must follow.
 
         If the system refuses another thread, the copy is made at once, and exchanged by `wait`.
 

@@ -124,11 +124,11 @@ class StoreProcess:
         self._tell(f"post {folder} {value}")
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Return which of the keys exist. Waits up to 5 s for each 64 of them.
+        """Return which of the keys exist. Wait up to 5 s per batch of 64 keys.
 
         Raises:
-            LaunchError: the server cannot be reached, or did not answer in time. It then answers no
-                further question until `renew`.
+            LaunchError: the server cannot be reached, or did not answer in time. All later calls
+                then fail until `renew` is called.
         """
         found: list[bool] = []
         for first in range(0, len(keys), _MOST_KEYS):

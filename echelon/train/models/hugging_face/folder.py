@@ -161,7 +161,7 @@ class HuggingFaceFolder:
             ) from None
         if not listed or not isinstance(listed, dict) or not all(map(_is_plain, listed.values())):
             raise CheckpointError(
-                f"{path}: the file does not list files of the same folder", path=path
+                f"{path}: the index must list only files in its own folder", path=path
             )
         return listed
 
