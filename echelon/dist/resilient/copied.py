@@ -12,15 +12,15 @@ before the step begins.
 
 A program may nevertheless change the optimizer's state earlier in a step. torch counts the changes
 of each tensor, after each change. The counts are compared once the thread has copied the tensors,
-on the thread that trains, at the next event of a forward or backward pass of a sharded unit, or
-when the optimizer begins: the program is then between two operations, so every change has been
-counted. The copy is stamped, and sent to other places, only after that. The counts are compared
-again when the optimizer begins. If one differs, the copy is void. Each step ends with the minimum,
-over all ranks, of the step of their newest complete copy. If the newest copy of any rank is void,
-the next copies overwrite the newest ones on all ranks, so the copies of the step before are kept. A
-rank whose copy was void no longer copies while a step computes. It still exchanges copies on the
-thread: its partner may not send its own before an event of a forward pass, in which it may wait for
-this rank.
+on the thread that trains, at the next event of a forward or backward pass of a sharded unit, at the
+next forward pass of a stage, or when the optimizer begins: the program is then between two
+operations, so every change has been counted. The copy is stamped, and sent to other places, only
+after that. The counts are compared again when the optimizer begins. If one differs, the copy is
+void. Each step ends with the minimum, over all ranks, of the step of their newest complete copy. If
+the newest copy of any rank is void, the next copies overwrite the newest ones on all ranks, so the
+copies of the step before are kept. A rank whose copy was void no longer copies while a step
+computes. It still exchanges copies on the thread: its partner may not send its own before an event
+of a forward pass, in which it may wait for this rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CopiedState(ABC):
         self._writer: ShardsWriter | None = None  # of that copy, until the optimizer begins
         self._may_overlap = True
         self._is_void = False  # the newest copy
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
 
     # ---- what a kind of model defines ----
 
@@ -170,8 +170,13 @@ class CopiedState(ABC):
             copying.copy()
             copying.start()
             return
-        if self._hook is None:
-            self._hook = _hooked_first(optimizer, self._before_optimizer)
+        if not self._hooks:
+            self._hooks.append(_hooked_first(optimizer, self._before_optimizer))
+            for module in self._live_modules():
+                if not units_of(module):  # else the units tell
+                    self._hooks.append(
+                        module.register_forward_pre_hook(self._decide_early, prepend=True)
+                    )
         if copying.start():
             self._writer = writer
             self._listen(writer)
@@ -223,7 +228,7 @@ class CopiedState(ABC):
         self._copying.wait_until_copied(timeout_s)
         self._check_unchanged(timeout_s)
 
-    def _decide_early(self) -> None:
+    def _decide_early(self, *_: object) -> None:
         """Have a copy stamped once it is complete. Called between two operations of a step."""
         copying, writer = self._copying, self._writer
         if copying is None or writer is None or not copying.is_here or not copying.needs_decision:
@@ -278,9 +283,9 @@ class CopiedState(ABC):
 
     def close(self) -> None:
         """Stop copying, and leave the optimizer as it was. Safe to call twice."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         with contextlib.suppress(CollectiveError):  # it ends with its group
             # This depends on no other rank. A thread that calls torch while the interpreter exits
             # aborts the process.

@@ -225,8 +225,8 @@ class Coordinator:
         event: m.WorkerEnded | m.Sights | m.Unkillable | m.Idle | m.Standings,
     ) -> None:
         world = self._world
-        if world is None or event.attempt != world.number:
-            return  # from an attempt that is over
+        if world is None or event.attempt != world.number or node not in world.nodes:
+            return  # from an attempt that is over, or a node in whose place another one is
         if isinstance(event, m.WorkerEnded):
             self._note_ended(world, {event.rank: event.code}, event.error)
         elif isinstance(event, m.Standings):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon.dist as dist
 from echelon.dist import checkpoint
-from echelon.dist.resilient import sharded
+from echelon.dist.resilient import copied
 from echelon.dist.resilient.copies.copying import Copying
 from echelon.dist.resilient.sharded import ShardedState
 from echelon.errors import CollectiveError
@@ -222,7 +222,7 @@ def test_a_run_that_has_failed_waits_until_its_state_is_copied(made, gate, monke
     real = Copying.wait_until_copied
 
     def wait(copying, timeout_s):
-        if timeout_s > sharded._CLOSE_S:
+        if timeout_s > copied._CLOSE_S:
             gate.opens.set()
         real(copying, timeout_s)
 

@@ -52,7 +52,9 @@ def test_a_rank_may_die_at_any_moment_of_the_passes(tmp_path, undisturbed):
     _check(ends, undisturbed)
     assert [size for _, _, size in ends[0][1]] == [4, 3, 2, 1]
     assert [one["lost_ranks"] for one in agent.report.continuations] == [[1], [1, 3], [0, 1, 3]]
-    assert [one["step"] for one in agent.report.continuations] == [1, 3, 5]
+    steps = [one["step"] for one in agent.report.continuations]
+    # A copy that was not complete by the death is not used; the one of the step before is.
+    assert all(at - 1 <= step <= at for step, (_, _, at) in zip(steps, kills, strict=True)), steps
 
 
 def test_a_rank_may_die_around_the_optimizer(tmp_path, undisturbed):
@@ -160,8 +162,12 @@ def test_if_both_copies_of_a_stage_are_lost_the_checkpoint_is_loaded(tmp_path, u
     ((bits, _, commits, warned),) = ends
     assert bits == undisturbed
     assert [step for step, _ in commits] == [*range(4), *range(SAVED_STEP, _TOTAL)]
-    text = f"going back to the checkpoint of step {SAVED_STEP}"
-    assert f"all copies of the state of rank 0 are lost (step 5): {text}" in warned
+    # Whether the state after step 4 was copied in time, and lost, or not, is the same here.
+    lost = (
+        "all copies of the state of rank 0 are lost (step %d): going back to the checkpoint of "
+        f"step {SAVED_STEP}"
+    )
+    assert {lost % 4, lost % 5} & {*warned}, warned
     last = agent.report.continuations[-1]
     assert (last["step"], last["repeated"], last["steps_lost"]) == (SAVED_STEP, True, 2)
 
