@@ -31,6 +31,7 @@ from echelon.train.same_bits import SameBits, fingerprint
 
 LOST_AT, MEETS_AT, TOTAL = 5, 8, 14
 is_lost, is_sharded = Path(sys.argv[1]), sys.argv[2] == "sharded"
+holds = is_lost.with_name("holds")  # rank 0, in the last step
 torch.set_num_threads(1)
 newest = [0]
 
@@ -58,6 +59,8 @@ def train():
                 if newest[0] > world.epoch:
                     break
                 time.sleep(0.01)
+            while rank == 0 and full > 1 and step == TOTAL - 1 and holds.exists():
+                time.sleep(0.01)
             same.backward(step, lambda number: model(torch.randn(2, 6)).square().sum())
             optimizer.step()
 
@@ -83,11 +86,15 @@ def _options(made: list[Host], script, is_lost, layout: str, *, spares: int) -> 
     ]  # fmt: skip
 
 
-def _kill_all(host: Host) -> None:
+def _pids(host: Host) -> list[int]:
     listed = subprocess.run(
         ["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True
     )
-    for pid in map(int, listed.stdout.split()):
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def _kill_all(host: Host) -> None:
+    for pid in _pids(host):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -119,7 +126,7 @@ class _Job:
         return {one[1] for one in found if one}
 
     def num_bits(self) -> int:
-        return sum("bits " in line for node in self.nodes for line in node.lines)
+        return sum(bool(_BITS.search(line)) for node in self.nodes for line in node.lines)
 
 
 def _undisturbed(tmp_path) -> str:
@@ -187,6 +194,38 @@ def test_a_node_that_is_cut_off_and_one_that_connects_later(tmp_path):
                 node.close()
     assert not second.has("committed 8"), job.told()
     _check(job, tmp_path, codes, [0, 1, 0])
+
+
+def test_a_node_that_was_frozen_finds_that_its_ranks_were_replaced(tmp_path):
+    """Its ranks run again with their connections to the store, and must not join the others."""
+    pytest.importorskip("torch")
+    with hosts(3) as made:
+        job = _Job(tmp_path, made, "replicated", spares=1)
+        holds = tmp_path / "holds"
+        holds.touch()
+        try:
+            first, second = job.start(0), job.start(1)
+            first.wait_for("starting 4 ranks")
+            spare = job.start(2)
+            first.wait_for("it will join at the next restart")
+            second.wait_for("committed 3 of 4")
+            frozen = _pids(made[1])
+            for pid in frozen:
+                os.kill(pid, signal.SIGSTOP)
+            job.is_lost.touch()
+            first.wait_for("4 of 4 ranks")
+            for pid in reversed(frozen):
+                os.kill(pid, signal.SIGCONT)
+            code = second.end()
+            holds.unlink()
+            codes = [node.end() for node in (first, spare)]
+        finally:
+            for node in job.nodes:
+                node.close()
+    assert code == 1, job.told()
+    assert second.has("another process has taken the place of rank"), job.told()
+    assert not second.has("committed 8"), job.told()
+    _check(job, tmp_path, codes, [0, 0])
 
 
 def test_a_launcher_that_is_started_again_takes_its_ranks_back(tmp_path):
