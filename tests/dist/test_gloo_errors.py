@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 pytest.importorskip("torch")
 
-from echelon.dist.backends.gloo import backend
+from echelon.dist.backends.gloo import backend, transport
 from echelon.dist.backends.interface import ConnectionBroken
 
 _OF_CONNECTIONS = (
@@ -41,3 +43,25 @@ def test_the_librarys_other_errors_are_passed_on_as_they_are(text):
     with pytest.raises(RuntimeError) as caught, backend._telling_apart():
         _raise(text)
     assert str(caught.value) == text
+
+
+class _NeverDestroyed:
+    """A Gloo group whose destructor waits for a peer that does not answer."""
+
+    def __init__(self) -> None:
+        self.is_destroyed, self.answers = threading.Event(), threading.Event()
+
+    def __del__(self) -> None:
+        self.answers.wait(60)
+        self.is_destroyed.set()
+
+
+def test_a_frozen_peer_does_not_keep_a_rank_from_closing_its_connections(monkeypatch):
+    monkeypatch.setattr(transport, "_CLOSE_S", 0.05)
+    mesh = transport.Transport.__new__(transport.Transport)
+    mesh._made, mesh._swapper = _NeverDestroyed(), transport._Swapper()
+    is_destroyed, answers = mesh._made.is_destroyed, mesh._made.answers
+    mesh.close()
+    assert not is_destroyed.is_set(), "close waited for it"
+    answers.set()
+    assert is_destroyed.wait(60)

@@ -114,7 +114,7 @@ def test_a_connection_that_was_cut_while_idle_fails_nothing(server, relayed, rel
 def test_what_the_server_refuses_is_not_repeated_until_the_deadline(server, client):
     store = client()
     store.set("k", bytes(8 << 20))
-    with pytest.raises(StoreError, match="multi_get has more than"):
+    with pytest.raises(StoreError, match="multi_get exceeds the limit of"):
         store.multi_get(["k"] * 33)
     with pytest.raises(ValueError, match="the call has 131073 keys, but the limit is 131072"):
         store.wait(["k"] * 131073)

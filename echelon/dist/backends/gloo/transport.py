@@ -156,8 +156,19 @@ class Transport:
         return made
 
     def close(self) -> None:
-        """Release the connections within 1 s."""
-        self._made = None
+        """Release the connections. Returns after at most 2 s, also if Gloo does not.
+
+        Gloo's destructor waits for operations that were started and abandoned. If the host of a
+        peer is frozen, they never end. The destructor then continues to wait on its own thread.
+        """
+        held, self._made = [self._made], None
+        destroyer = threading.Thread(target=held.clear, name="echelon-gloo-close", daemon=True)
+        try:
+            destroyer.start()
+        except RuntimeError:  # the system has no thread left
+            held.clear()
+        else:
+            destroyer.join(_CLOSE_S)
         self._swapper.close(_CLOSE_S)
 
     def break_off(self) -> None:
