@@ -14,7 +14,7 @@ import msgpack
 
 from echelon.errors import LaunchError
 
-VERSION = 9
+VERSION = 10
 MAX_MESSAGE_BYTES = 8 << 20
 DUMP_PART_BYTES = 1 << 20
 
