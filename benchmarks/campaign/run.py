@@ -2,6 +2,7 @@
 
     python -m benchmarks.campaign.run --jobs 8                 # kinds seen while developing
     python -m benchmarks.campaign.run --jobs 8 --held-back     # the others
+    python -m benchmarks.campaign.run --jobs 8 --both          # 8 of each, alternately
     python -m benchmarks.campaign.run --jobs 80 --minutes 30 --most-load 1   # on an idle machine
     python -m benchmarks.campaign.run --table                  # of all records so far
 
@@ -45,9 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     options = _options(arguments)
     if not options.table:
+        halves = (False, True) if options.both else (options.held_back,)
         plans = [
-            plan_of(seed, held_back=options.held_back, mean_gap_s=options.mean_gap)
+            plan_of(seed, held_back=held_back, mean_gap_s=options.mean_gap)
             for seed in range(options.first, options.first + options.jobs)
+            for held_back in halves
         ]
         run(plans, options)
     records = [one for one in _read(options.out) if options.commit in one.get("commit", "")]
@@ -115,6 +118,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=8, help="jobs (default 8)")
     parser.add_argument("--first", type=int, default=0, help="the first job's seed (default 0)")
     parser.add_argument("--held-back", action="store_true", help="kinds not used in development")
+    parser.add_argument("--both", action="store_true", help="the others too, alternately")
     parser.add_argument("--at-once", type=int, default=1, help="pairs of jobs at a time")
     parser.add_argument("--mean-gap", type=float, default=MEAN_GAP_S, help="seconds between faults")
     parser.add_argument(
