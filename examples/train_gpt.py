@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 PROMPT = b"def "
 SAMPLE_TOKENS = {"byte": 400, "character": 400, "word": 100, "token": 100}
 BIGRAM_TOKENS = 8 << 20  # enough text to count pairs in
-PATIENCE_S = 60.0  # how long a checkpoint may be written before the next save waits for it
 STOPPED = 143  # the exit code of a run that SIGTERM ended: 128 + 15
 
 
@@ -151,7 +150,7 @@ class Saves:
             keep=settings.keep,
             keep_every=settings.keep_every,
             best="lowest" if settings.best else None,
-            patience_s=PATIENCE_S,
+            patience_s=settings.patience_s,
         )
         self.schedule = None
         if settings.every or settings.every_s:

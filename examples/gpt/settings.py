@@ -20,6 +20,11 @@ def maybe(least: int = 1) -> Any:
     return field(default=None, metadata={"least": least})
 
 
+def at_least_zero(default: float) -> Any:
+    """Return a field for numbers from 0 up."""
+    return field(default=default, metadata={"least": 0})
+
+
 def positive(default: float | None) -> Any:
     """Return a field for numbers above 0."""
     return field(default=default, metadata={"above": 0})
@@ -93,6 +98,7 @@ class Checkpoint:
     every_s: float | None = positive(None)
     keep: int = whole(2)
     keep_every: int | None = maybe()  # also keeps those whose step is a multiple of it
+    patience_s: float = at_least_zero(60.0)  # while one is written so long, others are skipped
     best: bool = False  # also keeps the one with the lowest validation loss
     resume: str | None = None  # a checkpoint, or "auto"
     export_hf: str | None = None  # a folder for the trained model, as transformers reads it

@@ -37,6 +37,7 @@ class Job:
         self.model += ("--data", str(text))
         self.files = ("--log", str(self.log), "--checkpoint", str(folder / "gpt"))
         self.files += (f"--checkpoint-every={every}", "--resume=auto")
+        self.files += ("--set", "checkpoint.patience_s=0")  # no checkpoint is skipped
 
     def start(self, num_ranks: int, *script: str | Path, restarts: int) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED)}
