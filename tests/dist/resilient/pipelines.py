@@ -66,7 +66,8 @@ def train(
 
     Args:
         kind: a key of LAYOUTS, and then ", " and a habit: "saved" saves a checkpoint in step
-            SAVED_STEP, and loads it if copies are lost; "slowly copied" as in `Mortal`.
+            SAVED_STEP, and loads it if copies are lost; the others are those of `Mortal`. Both
+            together are "saved, slowly copied".
         hosts: the host on which each rank believes to be; empty: all are on this one.
 
     Returns:
@@ -124,9 +125,9 @@ class PipelineTraining(Mortal):
         full: int = 0,
     ) -> None:
         kind, _, habit = kind.partition(", ")
-        super().__init__(rank, folder, kills, habit, full)
+        self.saves = habit.startswith("saved")
+        super().__init__(rank, folder, kills, habit.removeprefix("saved, "), full)
         self.layouts, self.total = LAYOUTS[kind], total
-        self.saves = habit == "saved"
         self.from_checkpoint = self._load if self.saves else None
         self.worlds: list[tuple[int, tuple[int, ...], int]] = []
         self.commits: list[tuple[int, float]] = []

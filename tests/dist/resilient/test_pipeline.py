@@ -48,13 +48,11 @@ def _check(ends, undisturbed):
 def test_a_rank_may_die_at_any_moment_of_the_passes(tmp_path, undisturbed):
     """Four stages on four ranks, three on three, four on two in a V, two on the last one."""
     kills = [(1, "forward", 1), (3, "between micro-batches", 3), (0, "backward", 5)]
-    ends, agent = _survive(tmp_path, 4, kills)
+    ends, agent = _survive(tmp_path, 4, kills, "pipeline, promptly copied")
     _check(ends, undisturbed)
     assert [size for _, _, size in ends[0][1]] == [4, 3, 2, 1]
     assert [one["lost_ranks"] for one in agent.report.continuations] == [[1], [1, 3], [0, 1, 3]]
-    steps = [one["step"] for one in agent.report.continuations]
-    # A copy that was not complete by the death is not used; the one of the step before is.
-    assert all(at - 1 <= step <= at for step, (_, _, at) in zip(steps, kills, strict=True)), steps
+    assert [one["step"] for one in agent.report.continuations] == [1, 3, 5]
 
 
 def test_a_rank_may_die_around_the_optimizer(tmp_path, undisturbed):
@@ -158,16 +156,17 @@ def test_a_host_may_die_whose_stages_have_replicas_on_another_one(tmp_path, undi
 
 
 def test_if_both_copies_of_a_stage_are_lost_the_checkpoint_is_loaded(tmp_path, undisturbed):
-    ends, agent = _survive(tmp_path, 3, _OWNER_AND_PARTNER, "pipeline, saved", (0, 1, 2))
+    """The newest copies are those of the start of step 4: rank 0 dies before it has copied 5."""
+    kills, kind = (
+        [(0, "forward", 5), (1, "before the meeting", 5)],
+        "pipeline, saved, slowly copied",
+    )
+    ends, agent = _survive(tmp_path, 3, kills, kind, (0, 1, 2))
     ((bits, _, commits, warned),) = ends
     assert bits == undisturbed
     assert [step for step, _ in commits] == [*range(4), *range(SAVED_STEP, _TOTAL)]
-    # Whether the state after step 4 was copied in time, and lost, or not, is the same here.
-    lost = (
-        "all copies of the state of rank 0 are lost (step %d): going back to the checkpoint of "
-        f"step {SAVED_STEP}"
-    )
-    assert {lost % 4, lost % 5} & {*warned}, warned
+    text = f"going back to the checkpoint of step {SAVED_STEP}"
+    assert f"all copies of the state of rank 0 are lost (step 4): {text}" in warned
     last = agent.report.continuations[-1]
     assert (last["step"], last["repeated"], last["steps_lost"]) == (SAVED_STEP, True, 2)
 

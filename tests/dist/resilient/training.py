@@ -17,6 +17,7 @@ from echelon.dist.backends.shm import rendezvous
 from echelon.dist.fsdp import fully_shard
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.resilient import epochs, joining, kept, sharded
+from echelon.dist.resilient.copied import CopiedState
 from echelon.dist.resilient.copies import copying, memory
 from echelon.dist.resilient.copies import world as copies_world
 from echelon.dist.resilient.training import copied as copied_training
@@ -38,6 +39,7 @@ MICRO_BATCHES = 6
 SAVED_STEP = 3
 HALVED_STEP = 3
 CHANGES_AT, FULL_FROM = 2, 5
+_COPY_S = 60.0
 Kill = tuple[int, str, int]  # rank, moment, step
 
 
@@ -122,7 +124,7 @@ class Mortal:
     """A rank that dies at named moments of steps.
 
     A habit "slowly copied" never completes the copy of the step at whose "forward" the rank is to
-    die.
+    die. With "promptly copied", the rank completes its newest copy before it dies.
 
     Args:
         full: the number of ranks that take part in the end. From step FULL_FROM on, a step of fewer
@@ -138,6 +140,7 @@ class Mortal:
         self.full = full
         self.newest_join = 0
         self.held: tuple[joining.Joins, Epoch] | None = None
+        self.state: CopiedState | None = None
 
     def _begin_to_die(self, step: int) -> None:
         """Have this rank die some microseconds from now, wherever it is then."""
@@ -152,7 +155,18 @@ class Mortal:
 
     def _die_at(self, moment: str, step: int) -> None:
         if self._dies_at(moment, step):
+            if self.habit == "promptly copied":
+                self._complete_copy()
             die()
+
+    def _complete_copy(self) -> None:
+        """Have the newest copy stamped, as if the thread that makes it had been fast."""
+        assert self.state is not None
+        copying = self.state._copying
+        if copying is not None:
+            copying.wait_until_copied(_COPY_S)
+            self.state._decide_early()
+            copying.wait_until_stamped(_COPY_S)
 
     def _arm(self, state: type) -> None:
         """Have this rank die, or fail, inside functions of the package."""
@@ -164,6 +178,7 @@ class Mortal:
         self._before(copies_world.WorldCopies, "begin", "before a copy")
         self._before(copying.Copying, "run", "in a copy")
         self._note_copies()
+        self._note_state()
         self._before(memory.CopyMemory, "commit", "before a copy's stamp")
         self._after(memory.CopyMemory, "commit", "after a copy's stamp")
         self._before(state, "restore_from", "restoring shards")
@@ -185,6 +200,15 @@ class Mortal:
             real(copy)
 
         copying.Copying.run = run  # type: ignore[method-assign]
+
+    def _note_state(self) -> None:
+        real = CopiedState.keep
+
+        def keep(state: CopiedState, *args: Any, **options: Any) -> None:
+            self.state = state
+            real(state, *args, **options)
+
+        CopiedState.keep = keep  # type: ignore[method-assign]
 
     def _number(self) -> int:
         """Return the number of the step that this thread is in, or whose result it copies."""
