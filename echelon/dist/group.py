@@ -190,7 +190,7 @@ class ProcessGroup(Collectives, PointToPoint):
     def split(
         self, color: int | None, key: int = 0, name: str | None = None
     ) -> ProcessGroup | None:
-        """Divide the group; ranks with equal `color` form a new group, ordered by `key` and rank.
+        """Split the group; ranks with equal `color` form a new group, ordered by `key` and rank.
 
         Every member must call this method. It returns this rank's new group, or None if `color` is
         None.

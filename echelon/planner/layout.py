@@ -1,4 +1,4 @@
-"""Describe and enumerate layouts, which are ways to divide the work of a step among ranks."""
+"""Describe and enumerate layouts, which are ways to split the work of a step across ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Layout:
         pp, replicate, shard, tp: the number of ranks along each axis, outermost axis first.
         schedule, chunks: the pipeline's schedule and its number of chunks per rank; "" and 1
             without a pipeline.
-        microbatches: the number of micro-batches into which each data rank divides its share of the
+        microbatches: the number of micro-batches into which each data rank splits its share of the
             batch.
         recompute: whether blocks keep only their inputs, so that the backward pass recomputes
             everything else.
@@ -76,7 +76,7 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """The number of ranks among which the batch is divided."""
+        """The number of ranks across which the batch is split."""
         return self.replicate * self.shard
 
     @property

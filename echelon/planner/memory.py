@@ -41,7 +41,7 @@ class Memory:
         gradients: the rank's own share of the gradients at the rank's memory peak. With one
             micro-batch, each gradient takes the place of activations that the backward pass has
             freed.
-        units: the buffers of `fully_shard` for gathered parameters, and for whole gradients before
+        units: the buffers of `fully_shard` for gathered parameters, and for full gradients before
             they are reduced.
         activations: the activations kept for the backward pass, over all micro-batches in progress.
         logits: the logits and the loss's intermediate tensors.
@@ -140,7 +140,7 @@ def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
 
     A block keeps the inputs and outputs of the norms (RMSNorm computes in fp32), the operands and
     result of attention (with another copy after rotary positions, which change the layout), and the
-    tensors inside the feed-forward network. Tensor parallelism divides everything but the tensors
+    tensors inside the feed-forward network. Tensor parallelism splits everything except the tensors
     of the norms. Kernels that fuse these operations keep less.
     """
     if model.is_gated:

@@ -106,7 +106,7 @@ class TokenLoader:
         seed: the seed that determines the order of samples.
         mask_documents: whether to exclude the first token of each document from the targets.
         pack_documents: whether to fill samples with whole documents (`packing.py`) instead of
-            cutting the text at fixed intervals; a document is divided only if it is longer than a
+            cutting the text at fixed intervals; a document is split only if it is longer than a
             sample. The first token of a document is never a target. Every rank reads the end
             positions of all documents.
         num_workers: the number of reading threads.

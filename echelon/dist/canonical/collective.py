@@ -25,7 +25,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
-    """Return the run of every rank. Collective: blocks until all ranks have called this function.
+    """Return the range of every rank. Collective: blocks until all ranks have called this function.
 
     Raises:
         CollectiveMismatchError: the runs have different totals, or a rank's run does not begin
@@ -62,7 +62,7 @@ def reduce_scatter(
     Args:
         group: a group whose ranks have adjacent runs, in rank order.
         sums: complete sums, whose vectors have the same length on all ranks.
-        runs: the runs of all ranks, from `agree_runs`.
+        runs: the ranges of all ranks, from `agree_runs`.
         splits: number of elements in each rank's block, in rank order; None means as even as
             possible.
         scratch: memory for the received blocks and the returned sums; None means new memory. In a
@@ -113,7 +113,7 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
     Args:
         group: a group whose ranks have adjacent runs that jointly cover all micro-batches.
         sums: complete sums, whose vectors have the same length on all ranks.
-        runs: the runs of all ranks, from `agree_runs`.
+        runs: the ranges of all ranks, from `agree_runs`.
 
     Raises:
         ValueError: micro-batches are missing, or the runs do not cover all micro-batches.
@@ -131,7 +131,7 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
 
 
 def even_splits(numel: int, size: int) -> list[int]:
-    """Divide elements evenly among ranks, in multiples of 16 to suit vector instructions."""
+    """Split elements evenly across ranks, in multiples of 16 to suit vector instructions."""
     grains = -(-numel // 16)
     ends = [min(numel, (grains * (rank + 1) // size) * 16) for rank in range(size)]
     return [end - start for start, end in itertools.pairwise([0, *ends])]

@@ -1,6 +1,6 @@
 """Compute sums of squares over fixed blocks of elements, regardless of shard boundaries.
 
-A parameter is divided into blocks of 1024 elements, counted from its first element. The squares
+A parameter is split into blocks of 1024 elements, counted from its first element. The squares
 within a block are added pairwise by halving, in float64, and the blocks of a parameter are added in
 the order of the canonical tree. A block that spans several shards is first assembled from the
 ranks' elements.
@@ -84,7 +84,7 @@ class PartialBlocks:
     therefore contains every value exactly.
 
     Args:
-        numel: number of elements of the whole parameter.
+        numel: number of elements of the full parameter.
         bounds: start and stop of each rank's part, in elements of the parameter.
     """
 
@@ -121,7 +121,7 @@ class PartialBlocks:
                 message[at + begin : at + end] = values[begin - start : end - start]
 
     def read(self, message: torch.Tensor) -> torch.Tensor:
-        """Return `block_sums` of the whole parameter, given the sum of all messages.
+        """Return `block_sums` of the full parameter, given the sum of all messages.
 
         The result shares the message's memory.
         """

@@ -9,7 +9,7 @@ The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, in
 numbers from index * 2^height up to the next multiple of 2^height, or up to `total`, so the last
 node at a height may be incomplete. The value of a node is the sum of its left and right children,
 or the left child's value if there is no right child. So the order depends only on `total`. Each
-rank adds the part of the tree that lies within its run of numbers, which leaves at most 2
+rank adds the part of the tree that lies within its range of numbers, which leaves at most 2
 log2(length) sums. The sums are then added across ranks in the order of the same tree.
 """
 
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A rank's run of consecutive numbers, `start` to `stop` - 1; the run may be empty.
+    """A rank's range of consecutive numbers, `start` to `stop` - 1; it may be empty.
 
     Raises:
         ValueError: the numbers are not in order.
@@ -57,7 +57,7 @@ class Run:
     total: int
 
     def __post_init__(self) -> None:
-        """Check that the numbers form a valid run."""
+        """Check that the numbers form a valid range."""
         if not 0 <= self.start <= self.stop <= self.total or self.total < 1:
             raise ValueError(f"{self}: expected 0 <= start <= stop <= total and total >= 1")
 
@@ -78,7 +78,7 @@ class Run:
 
 
 def even_runs(total: int, size: int) -> tuple[Run, ...]:
-    """Divide `total` numbers among `size` ranks as evenly as possible; larger runs come first.
+    """Split `total` numbers across `size` ranks as evenly as possible; larger parts come first.
 
     Raises:
         ValueError: `total` or `size` is below 1.

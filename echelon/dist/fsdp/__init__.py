@@ -1,4 +1,4 @@
-"""Divide parameters, gradients and optimizer state among ranks (`fully_shard`)."""
+"""Shard parameters, gradients and optimizer state across ranks (`fully_shard`)."""
 
 from echelon.dist.fsdp.control import (
     gradient_sync,

@@ -16,7 +16,7 @@ from echelon.dist.fsdp.uncompiled import uncompiled_call
 def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Set whether backward passes inside the block reduce gradients.
 
-    If `enabled` is False, gradients of whole parameters accumulate in this rank's memory. The next
+    If `enabled` is False, gradients of full parameters accumulate in this rank's memory. The next
     backward pass that reduces gradients includes the accumulated gradients.
 
     Example:
@@ -54,7 +54,7 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) 
 def unshard(module: nn.Module) -> None:
     """Gather all units in a module, and hold them until `reshard` is called. Collective.
 
-    While the units are held, `module.parameters()` returns whole parameters, and backward passes
+    While the units are held, `module.parameters()` returns full parameters, and backward passes
     accumulate gradients in `.grad`. Afterwards, call `reduce_gradients` and then `reshard`.
 
     Raises:
@@ -107,7 +107,7 @@ def reshard_keeping_memory(module: nn.Module) -> None:
 
 @uncompiled_call
 def reduce_gradients(module: nn.Module) -> None:
-    """Average the gradients of the whole parameters over the ranks.
+    """Average the gradients of the full parameters over the ranks.
 
     The result is added to the shards' `.grad`. A gradient that is missing on a rank counts as zero.
     Collective.

@@ -16,7 +16,7 @@ from echelon.dist.group import ProcessGroup
 
 @uncompiled_call
 def move(module: nn.Module, group: ProcessGroup, num_replicas: int = 1) -> None:
-    """Divide a model's parameters among the ranks of another group. Collective.
+    """Shard a model's parameters across the ranks of another group. Collective.
 
     Gradients are dropped, and the shards' values become undefined. The caller must set the values
     and the optimizer's state through `shards`. The previous group may be broken.
@@ -24,8 +24,8 @@ def move(module: nn.Module, group: ProcessGroup, num_replicas: int = 1) -> None:
     Args:
         module: a model whose units are all sharded over one group or one mesh. A number passed as
             `reshard_after_forward` stays if it divides the ranks of a replica; see `near_size_in`.
-        group: the ranks to divide the parameters among.
-        num_replicas: into how many replicas of the model to divide the group, a divisor of its
+        group: the ranks to shard the parameters across.
+        num_replicas: into how many replicas of the model to split the group, a divisor of its
             size. The ranks of a replica are consecutive.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Turn modules into units whose parameters are divided among ranks (`fully_shard`)."""
+"""Turn modules into units whose parameters are sharded across ranks (`fully_shard`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fully_shard(
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> M:
-    """Divide a module's parameters among ranks, and gather them while the module computes.
+    """Shard a module's parameters across ranks, and gather them while the module computes.
 
     Call this function on the blocks first and on the whole model last. Each call combines all of
     the module's parameters that do not yet belong to a unit into one new unit. Every rank of the
@@ -53,9 +53,9 @@ def fully_shard(
 
     Args:
         module: a module, or several modules that form one unit and run one after the other.
-        group: the ranks to divide parameters among; None means the world.
+        group: the ranks to shard parameters across; None means the world.
         mesh: an alternative to `group`, with one axis (shard) or two (replicate, shard). Parameters
-            are divided along the shard axis and copied along the replicate axis.
+            are sharded along the shard axis and copied along the replicate axis.
         reshard_after_forward: True releases the parameters after forward and gathers them again for
             backward. False keeps the parameters. A number k that divides the group size makes each
             rank keep 1/k of the parameters, and k neighbouring ranks gather them for backward. The

@@ -1,7 +1,7 @@
 """Provide the state of a sharded model, as this rank's shards or as a whole.
 
 `model.state_dict()` returns the shards without communication, and `model.load_state_dict` accepts
-shards or whole parameters. `shards` describes where each shard lies in its parameter.
+shards or full parameters. `shards` describes where each shard lies in its parameter.
 `full_state_dict` assembles the whole model, one unit at a time.
 """
 
@@ -29,13 +29,13 @@ class Shard:
     Attributes:
         name: the parameter's name in the model; the first name of a tied parameter.
         aliases: the other names of a tied parameter.
-        shape: the whole parameter's shape.
+        shape: the full parameter's shape.
         dtype: the dtype of the parameter and of its shards.
         start: the index of this rank's first element in the flattened parameter.
         length: the number of elements on this rank, which may be 0.
         data: [length], a view of the shard's memory; writing to it changes the model.
         parameter: the parameter that the optimizer uses, `[length, 1, ...]`.
-        ranks: the global ranks among which the parameter is divided, in order.
+        ranks: the global ranks across which the parameter is sharded, in order.
         copies: the ranks that hold this shard, including this rank. The first of these ranks should
             save the shard.
 
@@ -114,7 +114,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str,
 
 
 def is_part(value: Any, shard: Shard) -> bool:
-    """Return whether a value in an optimizer's state is divided like the shard.
+    """Return whether a value in an optimizer's state is sharded like the shard.
 
     Example:
         >>> _ = fully_shard(model)
@@ -214,7 +214,7 @@ def _show_shards(unit: Unit) -> None:
 def _before_load(
     unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Replace whole parameters in a state dict with this rank's shards."""
+    """Replace full parameters in a state dict with this rank's shards."""
     _show_shards(unit)
     if metadata.get("assign_to_params_buffers"):
         raise ValueError(

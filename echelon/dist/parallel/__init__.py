@@ -1,4 +1,4 @@
-"""Divide a model over a mesh: replicas, shards, pipeline stages and tensor-parallel slices.
+"""Distribute a model over a mesh: replicas, shards, pipeline stages and tensor-parallel slices.
 
 Plans do not need torch, which is loaded when `parallelize` or `Parallel` is first used.
 """

@@ -17,7 +17,7 @@ class Axes:
     Attributes:
         mesh: a mesh with all four axes; an axis that the caller's mesh does not have has size 1.
         stages: the ranks that hold the model's stages.
-        tensor: the ranks among which layers are divided.
+        tensor: the ranks across which layers are split.
     """
 
     mesh: DeviceMesh
@@ -29,12 +29,12 @@ class Axes:
 
     @property
     def tensor(self) -> ProcessGroup:
-        """The ranks among which layers are divided."""
+        """The ranks across which layers are split."""
         return self.mesh.group("tp")
 
     @property
     def data(self) -> DeviceMesh:
-        """The groups of ranks among which batches are divided: (replicate, shard)."""
+        """The groups of ranks across which batches are split: (replicate, shard)."""
         return self.mesh["replicate", "shard"]
 
     @property

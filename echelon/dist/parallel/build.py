@@ -43,7 +43,7 @@ def parallelize(
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> Parallel:
-    """Divide a model and its training among the ranks of a mesh.
+    """Distribute a model and its training across the ranks of a mesh.
 
         mesh = DeviceMesh((2, 1, 2, 2), ("pp", "replicate", "shard", "tp"))
         parallel = parallelize(model, mesh, loss_fn=loss_fn, num_microbatches=8)
@@ -54,23 +54,23 @@ def parallelize(
 
     The mesh may have any of these axes, in this order: "pp" for the stages of a pipeline;
     "replicate" for identical copies trained on different data; "shard" for `fully_shard`; and "tp"
-    for layers that are divided by heads and features. Axis "tp" needs the fastest links, so its
+    for layers that are split by heads and features. Axis "tp" needs the fastest links, so its
     ranks are neighbours. Every rank of the world must call this function with the same arguments
-    and an identical model. The model is divided in place. The function blocks until all ranks have
+    and an identical model. The model is modified in place. The function blocks until all ranks have
     called it, within the groups' timeouts. Initial values are taken from the first rank along each
     axis except "pp".
 
     Args:
         model: the model, on the host, on a device, or on the meta device.
-        mesh: the mesh of ranks to divide the model over.
-        plan: how to divide this kind of model; None means `model.plan()`.
+        mesh: the mesh of ranks to distribute the model over.
+        plan: how to distribute this kind of model; None means `model.plan()`.
         loss_fn: called with the model's output and the targets; returns the mean loss over the
             targets. None if the model's output is the loss.
         num_microbatches: the number of parts into which a rank's batch is split along dim 0, with
             or without a pipeline; gradients are averaged over these parts and reduced once.
         schedule: the name of the pipeline's schedule.
         num_chunks: the number of pipeline stages per rank.
-        sequence: whether to use sequence parallelism: norms and residuals are divided evenly by
+        sequence: whether to use sequence parallelism: norms and residuals are split evenly by
             position over the ranks of axis "tp".
         mp_policy: as in `fully_shard`.
         reshard_after_forward: as in `fully_shard`.

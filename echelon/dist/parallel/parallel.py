@@ -1,4 +1,4 @@
-"""Define one rank's part of a model that `parallelize` has divided."""
+"""Define one rank's part of a model that `parallelize` has distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe a model's units, divided modules and stages."""
+"""Describe a model's units, split modules and stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STYLES = get_args(TensorStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A plan for dividing one kind of model. `*` matches one part of a dotted name.
+    """A plan for distributing one kind of model. `*` matches one part of a dotted name.
 
     Attributes:
         blocks: the modules that become units of `fully_shard`, in the order of the model. All other
@@ -26,13 +26,13 @@ class Plan:
         tensor: the modules that tensor parallelism changes, each with its style:
 
             * "region": a module that contains "column" and "row" modules, such as attention or a
-              feed-forward network; its first argument enters the divided part of the model.
-            * "column": an `nn.Linear` divided by its outputs.
-            * "row": an `nn.Linear` divided by its inputs; its outputs are summed over the ranks.
-            * "vocabulary": an `nn.Embedding` divided evenly by its rows if possible, and otherwise
+              feed-forward network; its first argument enters the tensor-parallel part of the model.
+            * "column": an `nn.Linear` split by its outputs.
+            * "row": an `nn.Linear` split by its inputs; its outputs are summed over the ranks.
+            * "vocabulary": an `nn.Embedding` split evenly by its rows if possible, and otherwise
               treated like "embedding".
             * "embedding": an `nn.Embedding` that every rank holds.
-            * "head": an `nn.Linear` whose outputs are divided evenly, if possible, and then
+            * "head": an `nn.Linear` whose outputs are split evenly, if possible, and then
               gathered.
 
         stages: called with the model, the index of a stage and the number of stages; returns the

@@ -16,7 +16,7 @@ def full_state_dict(model: nn.Module, axes: Axes, names: dict[str, str]) -> dict
 
     Args:
         model: this rank's part of the model, whose parameters are named as in the whole model.
-        axes: the mesh axes over which the model is divided.
+        axes: the mesh axes over which the model is distributed.
         names: maps each parameter name in the whole model to the first name of the same parameter;
             tied parameters have several names.
 

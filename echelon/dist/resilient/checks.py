@@ -17,10 +17,10 @@ from echelon.dist.pipeline.execute.names import StageModules
 
 
 def check_model(model: nn.Module, world: ProcessGroup) -> None:
-    """Check that a model can be copied or divided again.
+    """Check that a model can be copied or sharded again.
 
     Raises:
-        ValueError: the model can be neither copied nor divided again.
+        ValueError: the model can be neither copied nor sharded again.
     """
     if isinstance(model, StageModules):
         raise ValueError("resilient.run cannot train a pipeline's stages: use run_pipeline")
@@ -58,10 +58,10 @@ def check_kind(model: nn.Module) -> None:
 
 
 def check_units(model: nn.Module, before: Sequence[Unit]) -> None:
-    """Check that `prepare` has left the model divided as it was when `run` began.
+    """Check that `prepare` has left the model sharded as it was when `run` began.
 
     Raises:
-        ValueError: `prepare` has divided a part of the model.
+        ValueError: `prepare` has sharded a part of the model.
     """
     if units_of(model) != list(before):
         raise ValueError(

@@ -37,7 +37,7 @@ class Stateful(Protocol):
 
 
 class KeptState:
-    """The state of a model, its optimizer and the random generators at one point in time.
+    """The state of a model, its optimizer and the random number generators at one point in time.
 
     The copy needs as much memory as the parameters, the buffers and the optimizer's state. The
     shards of a sharded model and their optimizer state are left out; see `sharded.ShardedState`.
@@ -301,7 +301,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of the random generators of torch, Python and, if loaded, NumPy."""
+    """Return the state of the random number generators of torch, Python and, if loaded, NumPy."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if is_used:

@@ -59,9 +59,9 @@ def run(
             function that it returns must change only the model, the optimizer, `also` and random
             numbers. It must not use gradients from an earlier step, and must not catch
             CollectiveError.
-        model: the model. Every rank must have all of it, or `fully_shard` must have divided it
+        model: the model. Every rank must have all of it, or `fully_shard` must have sharded it
             among all ranks of the world, with or without replicas. After a loss, a sharded model is
-            divided among the remaining ranks; after a join, among these and the new ranks. Modules
+            sharded across the remaining ranks; after a join, among these and the new ranks. Modules
             and parameters stay the same objects. For a pipeline, use `run_pipeline`.
         optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.

@@ -1,8 +1,8 @@
 """Keep the state of a sharded model so that the state survives the loss of ranks.
 
 Each rank keeps its own copy of the state that is equal on all ranks (buffers, parameters that are
-not sharded, schedules), and of the state of its random generators. Each rank copies its shards into
-memory that outlives the rank; see `copied.py`.
+not sharded, schedules), and of its RNG states. Each rank copies its shards into memory that
+outlives the rank; see `copied.py`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ShardedState(CopiedState):
             unit.entry.sync = sync
 
     def restore_from(self, choice: Choice, group: ProcessGroup) -> None:
-        """Divide the model among a new world's ranks and restore their shards. Collective.
+        """Shard the model across a new world's ranks and restore their shards. Collective.
 
         Raises:
             CollectiveError: a rank was lost, or a copy cannot be read.
@@ -209,7 +209,7 @@ class ShardedState(CopiedState):
     # ---- after all copies of a shard are lost ----
 
     def restart(self, group: ProcessGroup) -> None:
-        """Divide the model among a new world's ranks, without restoring its values. Collective."""
+        """Shard the model across a new world's ranks, without restoring its values. Collective."""
         self._rest_steps = [-1, -1]
         self._forget_shards(group)
 
@@ -240,7 +240,7 @@ class ShardedState(CopiedState):
         self._note_near_sizes(group)
 
     def _note_near_sizes(self, group: ProcessGroup) -> None:
-        """Warn once of each `reshard_after_forward` that does not divide the ranks' number."""
+        """Warn once of each `reshard_after_forward` that does not divide the number of ranks."""
         for unit in units_of(self._model):
             size = unit.flats[0].group.size if unit.flats else 0
             if unit.near_size and size % unit.near_size and unit.near_size not in self._noted:

@@ -1,6 +1,6 @@
 """Classify each second of each rank from the recorded facts, without gaps or overlaps.
 
-Every rank's time is cut into consecutive segments, and each segment is divided among the categories
+Every rank's time is cut into consecutive segments, and each segment is split into the categories
 below. The times of a rank add up exactly to the job's time.
 
     start-up    until the first step of the first attempt
@@ -29,7 +29,7 @@ from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent
 
 
 class Category(Enum):
-    """The categories into which a rank's time is divided."""
+    """The categories into which a rank's time is split."""
 
     USEFUL = "useful"
     WAITING = "waiting"
@@ -199,7 +199,7 @@ class _Cut:
 
 
 def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
-    """Divide a lap's time, excluding stalls, into categories."""
+    """Split a lap's time, excluding stalls, into categories."""
     spent = _without(lap.spent, stalled)
     saving = min(spent.checkpoint_ns, left)
     left -= saving

@@ -31,7 +31,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """A job's time, divided into categories."""
+    """A job's time, split into categories."""
 
     wall_ns: int
     ranks: Mapping[int, Mapping[Category, int]]

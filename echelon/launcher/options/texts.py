@@ -74,7 +74,7 @@ def not_negative(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Parse a whole number that is at least 1."""
+    """Parse an integer that is at least 1."""
     number = whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
@@ -128,7 +128,7 @@ def settings(text: str) -> dict[str, str]:
 
 
 def whole(text: str) -> int:
-    """Parse a whole number."""
+    """Parse an integer."""
     try:
         return int(text)
     except ValueError:

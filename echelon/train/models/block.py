@@ -1,6 +1,6 @@
 """Define a layer of a transformer: attention and a feed-forward network, each preceded by a norm.
 
-Separate layers compute queries, keys and values, so that tensor parallelism can divide each layer
+Separate layers compute queries, keys and values, so that tensor parallelism can split each layer
 into whole heads. A rank's layers may therefore have fewer heads than the model, so the code takes
 the number of heads from the tensors' shapes.
 

@@ -1,4 +1,4 @@
-"""Make plans that divide a transformer among ranks, for `echelon.dist.parallel.parallelize`."""
+"""Make plans that distribute a transformer, for `echelon.dist.parallel.parallelize`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.train.models.stage import make_stage
 def make_plan(config: ModelConfig) -> Plan:
     """Return the parallel plan for models with the given config.
 
-    Each block is a unit of `fully_shard`. Tensor parallelism divides attention by heads, the
+    Each block is a unit of `fully_shard`. Tensor parallelism splits attention by heads, the
     feed-forward network by hidden features, and the embedding and the head by vocabulary.
     """
     attention, mlp = "blocks.*.attention", "blocks.*.mlp"

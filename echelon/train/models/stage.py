@@ -92,7 +92,7 @@ class TransformerStage(nn.Module):
 
 
 def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerStage:
-    """Return one stage of a model. Blocks are divided among the stages as evenly as possible.
+    """Return one stage of a model. Blocks are split across the stages as evenly as possible.
 
     Pass the result of `stage_ties` to the pipeline as `ties`.
 

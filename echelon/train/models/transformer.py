@@ -2,7 +2,7 @@
 
     token -> (+ position) -> blocks -> final_norm -> head
 
-Checkpoints use the names of the model's modules, no matter how the model is divided.
+Checkpoints use the names of the model's modules, no matter how the model is distributed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
                 reset()
 
     def plan(self) -> Plan:
-        """Return the plan that divides the model among ranks; see `echelon.dist.parallel`."""
+        """Return the plan that distributes the model across ranks; see `echelon.dist.parallel`."""
         from echelon.train.models.plan import make_plan  # its stages are of this class
 
         return make_plan(self.config)

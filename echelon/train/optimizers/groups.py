@@ -27,7 +27,7 @@ NOT_HIDDEN = (
 def matrix_groups(
     model: nn.Module | Any, *, not_hidden: Sequence[str] = NOT_HIDDEN
 ) -> list[dict[str, Any]]:
-    """Divide a model's parameters into three groups for `Muon`.
+    """Split a model's parameters into three groups for `Muon`.
 
     Muon trains the hidden matrices. AdamW trains the embeddings, the output head and all parameters
     that do not have exactly two dims. Vectors (biases, norms) are trained without weight decay. The
@@ -84,7 +84,7 @@ def _module_of(model: nn.Module | Any) -> nn.Module:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter; `parameter` may be a shard or a slice of it."""
+    """Return the shape of the full parameter; `parameter` may be a shard or a slice of it."""
     part, member = slice_of(parameter), member_of(parameter)
     if part is not None:
         return part.shape

@@ -8,11 +8,11 @@
                    rank 0 returns A's, rank 1 B's parts   one all_to_all: parts of the results
     round 1        C, D ...
 
-A rank holds one whole matrix at a time. For each matrix, a rank sends its shard and receives the
-update of that shard; the owner receives the whole matrix and sends the parts of the update.
+A rank holds one full matrix at a time. For each matrix, a rank sends its shard and receives the
+update of that shard; the owner receives the full matrix and sends the parts of the update.
 
 The replicas of a mesh take turns: replica k computes rounds k, k + R, ... and broadcasts the
-results. The work is thus divided among all ranks, and all replicas get the same results.
+results. The work is thus split across all ranks, and all replicas get the same results.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Matrix:
     """A matrix of which this rank holds a shard.
 
     Attributes:
-        shape: the shape of the whole matrix.
+        shape: the shape of the full matrix.
         lengths: the number of elements that each rank of the group holds.
         momentum: a function that is called in the matrix's round and returns this rank's part of
             the momentum, in any shape.
-        compute: a function that is called on the owner with the whole matrix and returns a matrix
+        compute: a function that is called on the owner with the full matrix and returns a matrix
             of the same size.
         apply: a function that is called with this rank's part of the result, [length].
     """
@@ -70,7 +70,7 @@ class Bucket:
     matrices: list[Matrix] = field(default_factory=list)
 
     def run(self, dtype: torch.dtype) -> None:
-        """Call `compute` with each whole matrix, and `apply` with this rank's part of each result.
+        """Call `compute` with each full matrix, and `apply` with this rank's part of each result.
 
         Collective over the group and its replicas. Blocks until all ranks have joined, or until a
         group's timeout expires.

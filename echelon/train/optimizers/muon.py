@@ -5,9 +5,9 @@ factor. The update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large a
 so that both optimizers can share a learning rate and a decoupled weight decay (Liu et al. 2025,
 "Muon is Scalable for LLM Training"). Torch's own AdamW function trains all other parameters.
 
-Muon needs whole matrices, not shards. The momentum is kept in shards, like AdamW's state. In each
+Muon needs full matrices, not shards. The momentum is kept in shards, like AdamW's state. In each
 step, each matrix is assembled on one rank, which computes the update for all ranks (`matrices.py`).
-If tensor parallelism divides a matrix, that rank and its neighbours on axis "tp" assemble the
+If tensor parallelism splits a matrix, that rank and its neighbours on axis "tp" assemble the
 matrix from its slices. Except for the rounding of the gradients, the results equal those of a
 single process.
 """
@@ -63,12 +63,12 @@ class Muon(Optimizer):
         compute_dtype: the dtype of Newton-Schulz and of the exchange. None means bfloat16 on
             accelerators, as in Keller Jordan's code, and float32 (float64 for float64) on the CPU,
             where bfloat16 is slow.
-        tensor_group: the ranks of axis "tp", `mesh.group("tp")`, if this axis divides matrices. The
+        tensor_group: the ranks of axis "tp", `mesh.group("tp")`, if this axis splits matrices. The
             result of `parallelize` provides the group by default.
 
     Raises:
         ValueError: an argument is invalid; or a parameter for Muon is not a matrix, is a DTensor,
-            or is divided by axis "tp" without a `tensor_group`.
+            or is split by axis "tp" without a `tensor_group`.
 
     Example:
         >>> optimizer = Muon(model, lr=1e-3)

@@ -55,9 +55,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[Run, ...]:
-    """Return every rank's run of micro-batches, given this rank's run. Collective.
+    """Return every rank's range of micro-batches, given this rank's run. Collective.
 
-    If this rank passes None, the micro-batches are divided evenly.
+    If this rank passes None, the micro-batches are split evenly.
 
     Raises:
         ValueError: the runs do not cover all micro-batches.

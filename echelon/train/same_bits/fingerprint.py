@@ -22,7 +22,7 @@ def fingerprint(model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | 
     """Return the SHA-256 of a model's parameters and buffers, and of its optimizer's state.
 
     Equal values give equal fingerprints on any number of ranks, whether the model is replicated,
-    sharded or divided into stages. For a sharded model or a pipeline, the call is collective and
+    sharded or split into stages. For a sharded model or a pipeline, the call is collective and
     assembles one parameter at a time.
 
     Args:
@@ -92,7 +92,7 @@ def _is_part(value: Any, shard: Shard | None) -> bool:
 
 
 def _whole(part: torch.Tensor, shard: Shard | None) -> torch.Tensor:
-    """Return the bytes of a whole tensor, computed as the sum of the ranks' zero-padded parts."""
+    """Return the bytes of a full tensor, computed as the sum of the ranks' zero-padded parts."""
     assert shard is not None
     member = member_of(shard.parameter)
     assert member is not None, shard.name

@@ -29,7 +29,7 @@ class Gradients:
     Args:
         module: a model, or one stage of a pipeline; it may be sharded.
         group: the ranks that share the micro-batches.
-        runs: each rank's run of micro-batches.
+        runs: each rank's range of micro-batches.
 
     Attributes:
         device: the device of the gradients; None if no parameter requires gradients.
@@ -148,7 +148,7 @@ class Gradients:
 
 
 class _Sums:
-    """The sums of one vector's gradients over a run of micro-batches, in the canonical tree."""
+    """The sums of one vector's gradients over a range of micro-batches, in the canonical tree."""
 
     def __init__(self, run: Run, num_parameters: int) -> None:
         self._run = run

@@ -23,7 +23,7 @@ def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
     """Return the sum of squares of each gradient, keyed by the parameter's name.
 
     Collective over `group` and the groups of the sharded units. Parameters that all ranks hold in
-    full are divided among the ranks, each of which computes the sums of its part.
+    full are split across the ranks, each of which computes the sums of its part.
 
     Args:
         module: a module whose gradients have been reduced.
@@ -72,7 +72,7 @@ def _floats(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _divided(sizes: Mapping[str, int], num_parts: int) -> list[set[str]]:
-    """Divide names into parts of nearly equal size. The result is the same on every rank."""
+    """Split names into parts of nearly equal size. The result is the same on every rank."""
     parts: list[set[str]] = [set() for _ in range(num_parts)]
     loads = [0] * num_parts
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

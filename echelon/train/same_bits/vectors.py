@@ -1,4 +1,4 @@
-"""Define the vectors in which gradients are reduced, for whole parameters and for sharded units."""
+"""Define the vectors in which gradients are reduced, for full parameters and for sharded units."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class WholeVector:
     Args:
         parameters: parameters of the same dtype and on the same device.
         group: the ranks that share the micro-batches.
-        runs: each rank's run of micro-batches.
+        runs: each rank's range of micro-batches.
         scratch: memory to receive into, shared by all vectors.
     """
 
@@ -118,7 +118,7 @@ class ShardedVector:
 
     Args:
         flat: the unit's flat tensor, whose gradients the vector holds.
-        run: this rank's run of micro-batches.
+        run: this rank's range of micro-batches.
         scratch: memory to receive into, shared by all vectors.
     """
 
@@ -243,7 +243,7 @@ def vectors_of(
 
 
 def _divided(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Divide parameters into lists of bounded size, each with one dtype and one device."""
+    """Split parameters into lists of bounded size, each with one dtype and one device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
     for one in parameters:
         lists = kinds.setdefault((one.dtype, one.device), [[]])

@@ -184,7 +184,7 @@ def _regular_size(
 ) -> int:
     """Return the number of ranks implied by the sizes of the groups, or 0 if unclear.
 
-    Groups with the same description usually divide the ranks evenly, so a group that is too small
+    Groups with the same description usually split the ranks evenly, so a group that is too small
     reveals a missing rank.
     """
     shapes: dict[str, dict[int, Sequence[int]]] = {}

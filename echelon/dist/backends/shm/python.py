@@ -412,5 +412,5 @@ def _chunks(length: int, per_chunk: int) -> range:
 
 
 def _shares(length: int, size: int) -> list[slice]:
-    """Divide [0, length) into `size` ranges of nearly equal length."""
+    """Split [0, length) into `size` ranges of nearly equal length."""
     return [slice(length * r // size, length * (r + 1) // size) for r in range(size)]

@@ -49,7 +49,7 @@ def dtype_bytes(dtype: str) -> int:
 class Range:
     """Elements of a tensor that are contiguous in a file, starting at byte `offset`.
 
-    The range starts with the run [start, start + length); `repeats` adds more runs of that length.
+    The first elements are [start, start + length); `repeats` adds more ranges of that length.
     """
 
     file: int

@@ -1,7 +1,7 @@
 """Describe which elements of a flattened tensor make up a shard.
 
-A shard along dim 0 is one run of elements. A shard along other dims consists of many runs of equal
-length at regular intervals.
+A shard along dim 0 is one contiguous range of elements. A shard along another dim consists of many
+ranges of equal length at regular intervals.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Runs of `length` elements. The first run begins at `start`; `repeats` locates the others."""
+    """Ranges of `length` elements. The first begins at `start`; `repeats` locates the others."""
 
     start: int
     length: int

@@ -1,4 +1,4 @@
-"""Divide writing among ranks that hold the same elements, after verifying that their copies match.
+"""Split writing across ranks that hold the same elements, after verifying that their copies match.
 
 [Note: the proof] Tensors with equal names, shapes and ranges are not necessarily replicas. For
 example, each pipeline stage may number its layers from 0. Ranks that seem to hold replicas

@@ -1,4 +1,4 @@
-"""Divide reads among ranks, so that elements needed by several ranks are read only once.
+"""Split reads across ranks, so that elements needed by several ranks are read only once.
 
 A line (see `sharing.py`) is read in windows. Each rank of the line reads and checks an equal part
 of every window. An all_gather then exchanges the data that all ranks need, and an all_to_all the

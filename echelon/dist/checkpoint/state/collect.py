@@ -103,7 +103,7 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor, divided in the same way as the parameter `like` if one is given.
+        """Add a tensor, sharded in the same way as the parameter `like` if one is given.
 
         Raises:
             ValueError: the tensor cannot be saved.

@@ -19,11 +19,11 @@ class Held:
 
     Attributes:
         path: the tensor's name in the checkpoint.
-        shape: the shape of the whole tensor.
+        shape: the shape of the full tensor.
         data: a tensor of any shape that holds the elements in row-major order.
         start: the index of the first element.
         sharded: whether other ranks hold other elements of the tensor.
-        repeats: how runs of elements repeat; see `Pattern`.
+        repeats: how ranges of elements repeat; see `Pattern`.
     """
 
     path: str
@@ -64,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
-    """Divide equal copies among the ranks that hold them; return the part that the caller writes.
+    """Split equal copies across the ranks that hold them; return the part that the caller writes.
 
     There are `count` copies, and the caller holds copy `index`. Each part has about the same number
     of bytes. A tensor may be cut between two parts, unless it has several runs.

@@ -25,7 +25,7 @@ class TensorAt:
 
     Attributes:
         role: "tensor" for a tensor, "array" for a NumPy array, or "part" for optimizer state that
-            is divided like its parameter.
+            is sharded like its parameter.
     """
 
     path: str

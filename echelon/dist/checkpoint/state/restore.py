@@ -245,7 +245,7 @@ class Restore:
         Args:
             path: the path of the value.
             here: the caller's value, whose tensors and arrays are filled in place.
-            like: a parameter. Tensors of its shape are divided among the ranks like this parameter.
+            like: a parameter. Tensors of its shape are sharded in the same way.
         """
         packed = self._source.manifest.values.get(path)
         if packed is None:

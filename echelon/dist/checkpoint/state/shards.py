@@ -1,4 +1,4 @@
-"""Determine which elements of a whole tensor this rank holds.
+"""Determine which elements of a full tensor this rank holds.
 
 A tensor may be a plain tensor, a shard made by echelon's `fully_shard`, a tensor-parallel slice
 (which may itself be sharded), or a DTensor.
@@ -28,10 +28,10 @@ class Local(NamedTuple):
 
     Attributes:
         data: the elements held.
-        shape: the shape of the whole tensor.
+        shape: the shape of the full tensor.
         start: the index of the first held element, in row-major order.
         sharded: whether other ranks hold other elements of the tensor.
-        repeats: how runs of elements repeat; see `Pattern`.
+        repeats: how ranges of elements repeat; see `Pattern`.
     """
 
     data: Tensor
@@ -56,7 +56,7 @@ def pieces(tensor: Tensor) -> list[Local]:
 
 
 def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
-    """Divide tensors that have a parameter's shape into the same pieces as the parameter.
+    """Split tensors that have a parameter's shape into the same pieces as the parameter.
 
     Args:
         parameter: the parameter that determines the positions of the elements.
@@ -94,7 +94,7 @@ def is_divided(tensor: Tensor) -> bool:
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole tensor.
+    """Return the shape of the full tensor.
 
     Raises:
         ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
@@ -114,7 +114,7 @@ def _local(tensor: Tensor) -> Local:
 
 
 def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
-    """Locate a run of a slice's elements in the whole tensor.
+    """Locate a range of a slice's elements in the full tensor.
 
     Args:
         data: the elements of the run.

@@ -1,1 +1,1 @@
-"""Adapt or refuse calls that expect whole parameters."""
+"""Adapt or refuse calls that expect full parameters."""

@@ -52,7 +52,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: an argument is invalid, or no single group contains all the ranks among which
-            parameters are divided.
+            parameters are sharded.
         CollectiveError: a rank was lost or did not join.
 
     Example:
@@ -102,7 +102,7 @@ def _owners(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> li
 def _groups(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], owners: list[torch.Tensor]
 ) -> list[ProcessGroup]:
-    """Return the groups over which parameters are divided, largest first.
+    """Return the groups over which parameters are sharded, largest first.
 
     The result is the same on all ranks, even if some units have no gradients on this rank.
     """
@@ -120,7 +120,7 @@ def _groups(
 
 
 def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
-    """Return the groups over which parameters are divided, largest first."""
+    """Return the groups over which parameters are sharded, largest first."""
     found = {member.flat.group: None for member in members}
     return sorted(found, key=lambda group: -group.size)
 

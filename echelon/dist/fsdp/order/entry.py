@@ -54,7 +54,7 @@ class Entry:
     """The order's record of one unit; see [Note: ownership].
 
     Attributes:
-        number: the unit's number within its group.
+        number: the unit's index within its group.
         name: the unit's name in messages.
         num_bytes: the size of the gathered parameters.
         gradient_bytes: the size of the buffer in which gradients are reduced.
@@ -65,12 +65,11 @@ class Entry:
         borrowed: the units whose parameters this unit also uses.
         borrowers: the units that use this unit's parameters.
         recording: the recording of the forward passes of an outermost unit; None for an inner unit.
-        place: the position of this unit in the order in which forward passes began; -1 if its
-            forward pass has not begun.
-        has_begun: whether a forward pass has begun and not yet been followed by a complete backward
-            pass.
+        place: the position of this unit in the order in which forward passes started; -1 if its
+            forward pass has not started.
+        has_begun: whether a forward pass has started that no complete backward pass has followed.
         ended_at: the position of this unit in the order in which forward passes ended.
-        held: whether the program holds the unit. A held unit is neither released nor reduced.
+        held: whether the program keeps the unit gathered, neither released nor reduced.
         sync: whether the backward pass reduces the unit's gradients.
         calls: the forward calls whose backward pass is not complete.
         is_unwatched: whether the end of some call's backward pass cannot be observed, because none

@@ -1,1 +1,1 @@
-"""Store the parameters of a unit as flat vectors, which are divided among ranks."""
+"""Store the parameters of a unit as flat vectors, which are sharded across ranks."""

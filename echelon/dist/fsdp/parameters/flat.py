@@ -1,8 +1,8 @@
-"""Store a unit's parameters of one dtype as one flat vector, which is divided among the ranks.
+"""Store a unit's parameters of one dtype as one flat vector, which is sharded across the ranks.
 
 [Note: the tensors in play]
 
-    full     [group_size * chunk_numel]   the whole vector, in the dtype of the computation; its
+    full     [group_size * chunk_numel]   the full vector, in the dtype of the computation; its
                                           memory is allocated while the unit is gathered
     chunk    [chunk_numel]                this rank's part, in the dtype of the shards; always in
                                           memory, and not a view of `full`
@@ -45,11 +45,11 @@ _RELEASED = 1_000_000_000
 
 
 class Flat:
-    """A flat vector of parameters, which is divided among ranks.
+    """A flat vector of parameters, which is sharded across ranks.
 
     Args:
         sources: the parameters, all of one dtype and on one device.
-        group: the ranks among which the vector is divided.
+        group: the ranks across which the vector is sharded.
         number: the number of this flat within its group.
         compute_dtype: the dtype of the computation; None means the dtype of the shards.
         reduce_dtype: the dtype of the reduction; None means the dtype of the computation.
@@ -110,7 +110,7 @@ class Flat:
 
     @property
     def full_bytes(self) -> int:
-        """The size of the whole vector in bytes."""
+        """The size of the full vector in bytes."""
         return self.layout.numel * self.compute_dtype.itemsize
 
     @property
@@ -158,7 +158,7 @@ class Flat:
             self._works.pop(0).wait()
 
     def show_leaves(self) -> None:
-        """Make the modules use whole parameters, which take `requires_grad` from the shards.
+        """Make the modules use full parameters, which take `requires_grad` from the shards.
 
         Raises:
             ValueError: the program replaced a parameter.
@@ -188,7 +188,7 @@ class Flat:
     def release(self, near: ProcessGroup | None = None) -> None:
         """Release the memory of `full`, except for the part kept for neighbouring ranks.
 
-        If the program changed whole parameters in place, the shards receive the new values first.
+        If the program changed full parameters in place, the shards receive the new values first.
         """
         if self._versions is None:
             self._versions = tuple(member.leaf._version for member in self.members)
@@ -220,10 +220,10 @@ class Flat:
     def move(
         self, group: ProcessGroup, replicas: ProcessGroup | None, number: int, memory: Memory
     ) -> None:
-        """Divide the vector among the ranks of another group. All values become undefined.
+        """Shard the vector across the ranks of another group. All values become undefined.
 
         Args:
-            group: the ranks to divide the vector among.
+            group: the ranks to shard the vector across.
             replicas: the ranks that keep a copy of this rank's new chunk, or None.
             number: the number of this flat within the new group.
             memory: the memory that all flats of the new group share.
@@ -289,7 +289,7 @@ def _set_versions(members: Sequence[Member], versions: Sequence[int]) -> None:
 
 
 def make_whole(flat: Flat) -> torch.Tensor:
-    """Return a tensor for the whole vector in the shards' dtype, without allocating any pages."""
+    """Return a tensor for the full vector in the shards' dtype, without allocating any pages."""
     if flat.device.type == "cpu":
         return HostStorage(flat.layout.numel, flat.dtype).tensor
     return torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)

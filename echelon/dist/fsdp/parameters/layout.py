@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """The number of elements in the whole vector, including padding."""
+        """The number of elements in the full vector, including padding."""
         return self.chunk_numel * self.group_size
 
     def part(self, index: int, rank: int) -> Part:
@@ -69,7 +69,7 @@ class Layout:
 def plan_layout(
     shapes: Sequence[Sequence[int]], itemsize: int, group_size: int, page_bytes: int
 ) -> Layout:
-    """Place parameters one after the other and divide the vector among the ranks.
+    """Place parameters one after the other and shard the vector across the ranks.
 
     Args:
         shapes: the shape of each parameter.

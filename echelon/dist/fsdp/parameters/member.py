@@ -1,7 +1,7 @@
 """Switch a parameter of the program between its two forms: the leaf and the shard.
 
 `flat.py`, [Note: the tensors in play], defines both. While the unit is gathered, the modules use
-the leaf, a view of the whole vector; otherwise they use the shard, a view of this rank's chunk.
+the leaf, a view of the full vector; otherwise they use the shard, a view of this rank's chunk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Mark a parameter as a slice if tensor parallelism has divided it along one dim.
+"""Mark a parameter as a slice if tensor parallelism has split it along one dim.
 
-A slice is one of several equal parts of a whole parameter. Code that needs whole shapes, such as
+A slice is one of several equal parts of a full parameter. Code that needs full shapes, such as
 checkpoints, reads the position of a slice from its mark. The mark is an attribute of the parameter.
 """
 
@@ -20,8 +20,8 @@ class Slice:
     """One of several equal parts of a tensor.
 
     Attributes:
-        shape: the shape of the whole tensor.
-        dim: the dim along which the tensor is divided.
+        shape: the shape of the full tensor.
+        dim: the dim along which the tensor is split.
         index: the index of this part.
         count: the number of parts.
     """
@@ -39,7 +39,7 @@ class Slice:
         return tuple(shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a view of this part of a whole tensor."""
+        """Return a view of this part of a full tensor."""
         length = self.shape[self.dim] // self.count
         return whole.narrow(self.dim, self.index * length, length)
 
@@ -49,7 +49,7 @@ class Slice:
 
 
 def set_slice(parameter: nn.Parameter, part: Slice) -> None:
-    """Mark a parameter as one slice of a whole parameter."""
+    """Mark a parameter as one slice of an unsharded parameter."""
     parameter.__dict__[_NAME] = part
 
 

@@ -107,10 +107,10 @@ class Unit:
         flat_numbers: Sequence[int],
         memory: Memory,
     ) -> None:
-        """Divide the unit among the ranks of another group. All values become undefined.
+        """Shard the unit across the ranks of another group. All values become undefined.
 
         Args:
-            group: the ranks to divide the unit among.
+            group: the ranks to shard the unit across.
             replicas: the ranks that keep copies of this rank's new chunks, or None.
             near: the ranks of the new group that gather the unit again for backward, or None.
             number: the unit's number within the new group.

@@ -258,7 +258,7 @@ class Driver:
             self._do(self.order.release([unit.entry for unit in units]))
 
     def reduce(self, units: Iterable[Unit]) -> None:
-        """Reduce the gradients of whole parameters."""
+        """Reduce the gradients of full parameters."""
         with self._failing():
             self._reducer = None
             self._do(self.order.reduce([unit.entry for unit in units]))

@@ -1,8 +1,8 @@
-"""Provide differentiable collectives to enter and leave the divided part of a model.
+"""Provide differentiable collectives to enter and leave the tensor-parallel part of a model.
 
-Outside the divided part, every rank has the same features or, with `sequence`, an equal part of
-each sequence. Each function runs one collective in forward. In backward, the function runs the
-collective that gives every rank the gradient of its input:
+Outside the tensor-parallel part, every rank has the same features or, with `sequence`, an equal
+part of each sequence. Each function runs one collective in forward. In backward, the function runs
+the collective that gives every rank the gradient of its input:
 
     enter               identity                    backward: all_reduce
     enter, sequence     all_gather of positions     backward: reduce_scatter
@@ -31,7 +31,7 @@ POSITIONS = -2  # the dim of a sequence's positions: features are last
 
 @uncompiled_call
 def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Return, on every rank, the whole input of the divided part of the model: [..., T, C]."""
+    """Return, on every rank, the full input of the tensor-parallel part: [..., T, C]."""
     if sequence:
         return cast(Tensor, _EnterSequence.apply(x, group))  # type: ignore[no-untyped-call]
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
     """Sum the ranks' results; with `sequence`, return only this rank's positions: [..., T / n, C].
 
     Raises:
-        ValueError: the positions cannot be divided evenly among the ranks.
+        ValueError: the positions cannot be split evenly across the ranks.
     """
     if sequence:
         return cast(Tensor, _LeaveSequence.apply(x, group))  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ def own_positions(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return this rank's part of the positions: [..., T, C] -> [..., T / n, C].
 
     Raises:
-        ValueError: the positions cannot be divided evenly among the ranks.
+        ValueError: the positions cannot be split evenly across the ranks.
     """
     _check_positions(x, group)
     return x.chunk(group.size, POSITIONS)[group.rank]

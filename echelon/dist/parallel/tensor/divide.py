@@ -20,7 +20,7 @@ class Undivided:
     Attributes:
         partial: parameters for which each rank computes only part of the gradient; these parts are
             summed.
-        equal: parameters for which every rank computes the whole gradient. The gradients are
+        equal: parameters for which every rank computes the full gradient. The gradients are
             averaged, so that the copies stay equal even if a device adds in an arbitrary order.
     """
 
@@ -29,7 +29,7 @@ class Undivided:
 
 
 def divide_model(model: nn.Module, plan: Plan, setting: Setting) -> Undivided:
-    """Divide a model's layers among a group's ranks, starting from the first rank's values.
+    """Split a model's layers across a group's ranks, starting from the first rank's values.
 
     Collective; blocks at most for the group's timeout.
 

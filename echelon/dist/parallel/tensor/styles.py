@@ -1,6 +1,6 @@
 """Implement the styles, which define how tensor parallelism changes each kind of module.
 
-A divided layer keeps its module, its name and its parameter object; the parameter becomes this
+A split layer keeps its module, its name and its parameter object; the parameter becomes this
 rank's slice, and the module's `forward` is replaced by a function that communicates with the other
 ranks. Only plain tensors are used, so `fully_shard`, pipelines and optimizers work as with any
 other layer.
@@ -35,17 +35,17 @@ FEATURES = -1
 
 @dataclass(frozen=True)
 class Setting:
-    """The ranks among which layers are divided, and whether positions are also divided."""
+    """The ranks across which layers are split, and whether positions are also split."""
 
     group: ProcessGroup
     sequence: bool
 
 
 def check(name: str, module: nn.Module, style: str, size: int) -> None:
-    """Check that a module can be divided in a given style, before any module is divided.
+    """Check that a module can be split in a given style, before any module is split.
 
     Raises:
-        ValueError: the module cannot be divided.
+        ValueError: the module cannot be split.
     """
     if style in ("column", "row", "head"):
         linear = _linear(name, module)
@@ -61,7 +61,7 @@ def check(name: str, module: nn.Module, style: str, size: int) -> None:
 
 
 def make_region(name: str, module: nn.Module, setting: Setting) -> None:
-    """Make the first argument of a module enter the divided part of the model."""
+    """Make the first argument of a module enter the tensor-parallel part of the model."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not args or not isinstance(args[0], Tensor):
@@ -74,7 +74,7 @@ def make_region(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool) -> None:
-    """Divide a linear layer by its outputs, so that it returns only this rank's features."""
+    """Split a linear layer by its outputs, so that it returns only this rank's features."""
     linear = _linear(name, module)
     linear.out_features = _divide_rows(name, linear, setting)
     if not enters:
@@ -103,7 +103,7 @@ def make_row(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide an embedding evenly by its rows, if possible, so each rank looks up its own tokens."""
+    """Split an embedding evenly by its rows, if possible, so each rank looks up its own tokens."""
     embedding = _embedding(name, module)
     if embedding.num_embeddings % setting.group.size:
         make_embedding(name, module, setting)
@@ -124,7 +124,7 @@ def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
-    """Keep an embedding whole, but output only this rank's positions if positions are divided."""
+    """Keep an embedding whole, but output only this rank's positions if positions are split."""
     embedding = _embedding(name, module)
     if setting.sequence:
 
@@ -135,7 +135,7 @@ def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_head(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide a linear layer evenly by its outputs, if possible, and gather the outputs."""
+    """Split a linear layer evenly by its outputs, if possible, and gather the outputs."""
     linear = _linear(name, module)
     group, sequence = setting.group, setting.sequence
     if linear.out_features % group.size:
@@ -158,10 +158,10 @@ def make_head(name: str, module: nn.Module, setting: Setting) -> None:
 def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
     """Reduce a parameter to this rank's slice; return the slice's length along `dim`.
 
-    A parameter used in several places is divided only once.
+    A parameter used in several places is split only once.
 
     Raises:
-        ValueError: the parameter cannot be divided evenly, is already divided along another dim, or
+        ValueError: the parameter cannot be split evenly, is already split along another dim, or
             is computed from other parameters.
     """
     if not isinstance(parameter, nn.Parameter):
@@ -190,7 +190,7 @@ def _divide_rows(name: str, linear: nn.Linear, setting: Setting) -> int:
 
 
 class _Forward:
-    """The forward pass of one divided module, which replaces that of the module's class."""
+    """The forward pass of one split module, which replaces that of the module's class."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward

@@ -1,4 +1,4 @@
-"""Access the values and gradients of a stage's parameters, whether whole or sharded."""
+"""Access the values and gradients of a stage's parameters, whether sharded or not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Tied", "gradient_sync", "groups_of", "is_sharded", "reduce_gradients
 
 
 def is_sharded(stage: Stage) -> bool:
-    """Return whether any of a stage's parameters are divided among ranks by `fully_shard`."""
+    """Return whether any of a stage's parameters are sharded across ranks by `fully_shard`."""
     return bool(units_of(stage.module))
 
 
@@ -41,7 +41,7 @@ def whole_parameters(stage: Stage) -> list[nn.Parameter]:
 class Tied:
     """A parameter that is tied to parameters of other stages.
 
-    If the parameter is sharded, its whole value and gradient are assembled from all shards by
+    If the parameter is sharded, its full value and gradient are assembled from all shards by
     summing tensors that are zero outside each rank's own part. The sum is bit-exact.
     """
 
@@ -69,14 +69,14 @@ class Tied:
         return shard.data.new_empty(shard.shape)
 
     def value(self) -> torch.Tensor:
-        """Return the whole value of the parameter. Collective among the ranks that hold shards."""
+        """Return the full value of the parameter. Collective among the ranks that hold shards."""
         shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return self._parameter().detach()
         return self._gathered(shard.data)
 
     def set_value(self, value: torch.Tensor) -> None:
-        """Set the parameter to a whole value; if it is sharded, store only this rank's part."""
+        """Set the parameter to a full value; if it is sharded, store only this rank's part."""
         shard = shards(self._stage.module).get(self.name)
         with torch.no_grad():
             if shard is None:
@@ -91,7 +91,7 @@ class Tied:
         self._kept, holder.grad = holder.grad, None
 
     def gradient(self) -> torch.Tensor:
-        """Return the whole gradient of this step. Collective among the ranks that hold shards."""
+        """Return the full gradient of this step. Collective among the ranks that hold shards."""
         holder = self.holder()
         shard = shards(self._stage.module).get(self.name)
         if shard is None:

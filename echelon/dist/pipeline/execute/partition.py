@@ -1,4 +1,4 @@
-"""Divide a model of consecutive layers into stages of nearly equal cost."""
+"""Split a model of consecutive layers into stages of nearly equal cost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def split(
     num_stages: int,
     costs: Sequence[float] | None = None,
 ) -> list[nn.Module]:
-    """Divide consecutive layers into stages, minimizing the cost of the most expensive stage.
+    """Split consecutive layers into stages, minimizing the cost of the most expensive stage.
 
     The stages' parameters keep the names that they have in the whole model, so that a checkpoint of
     the stages can be loaded into the model and into any other number of stages. Layers given as a

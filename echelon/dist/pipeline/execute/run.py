@@ -46,7 +46,7 @@ from echelon.dist.runtime import world
 
 
 class Pipeline:
-    """A model divided into stages, with one or more stages on each rank of a group.
+    """A model split into stages, with one or more stages on each rank of a group.
 
         stages = [Stage(module, index=group.rank, num_stages=group.size)]
         pipe = Pipeline(stages, group=group, schedule="1f1b", num_microbatches=8, loss_fn=loss_fn)
@@ -227,7 +227,7 @@ class Pipeline:
         Args:
             inputs: on the first stage's rank, the tensors of each micro-batch.
             targets: on the last stage's rank, the tensors of each micro-batch's targets.
-            listener: an object that seeds the random generators before each forward pass, and
+            listener: an object that seeds the RNGs before each forward pass, and
                 removes the gradients from `.grad` after each backward pass.
 
         Returns:

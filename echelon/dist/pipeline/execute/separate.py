@@ -1,8 +1,8 @@
 """Run a step that keeps the gradients of different micro-batches separate.
 
-After each backward pass or half of a backward pass, a listener removes the gradients. The state of
-the random generators is passed from stage to stage with each micro-batch's activations, so that a
-micro-batch draws the same random numbers no matter where the model is divided.
+After each backward pass or half of a backward pass, a listener removes the gradients. The RNG state
+is passed from stage to stage with each micro-batch's activations, so that a micro-batch draws the
+same random numbers no matter where the model is split.
 """
 
 from __future__ import annotations

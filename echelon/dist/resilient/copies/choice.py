@@ -17,7 +17,7 @@ def partners_of(places: Sequence[Hashable], machines: Sequence[Hashable] = ()) -
     """Return, for each rank, the rank at another place that keeps the second copy of its shards.
 
     The ranks of each place send their copies to the next place, and the ranks of the last place
-    send them to the first. The copies are divided evenly among the ranks of the receiving place. A
+    send them to the first. The copies are split evenly across the ranks of the receiving place. A
     place on the sender's own machine, such as another container, is skipped if there is a place on
     another machine.
 
@@ -59,11 +59,11 @@ def _next_place(
 
 @dataclass(frozen=True, order=True, slots=True)
 class Version:
-    """A state, identified by its step and by the epoch whose ranks it was divided among.
+    """A state, identified by its step and by the epoch whose ranks it was sharded across.
 
     Attributes:
         step: the next step to run from this state.
-        epoch: the epoch whose ranks divided the state.
+        epoch: the epoch whose ranks held the shards of the state.
     """
 
     step: int

@@ -87,7 +87,7 @@ class Index:
     """The index of a buffer.
 
     Attributes:
-        runs: the runs of elements.
+        runs: the ranges of elements.
         values: the optimizer's undivided values except `scalars`, keyed by parameter and key.
         scalars: the optimizer's zero-dimensional tensors.
         keys: the keys of each parameter's optimizer state, in order.

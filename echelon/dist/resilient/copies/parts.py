@@ -1,4 +1,4 @@
-"""Name the parts of a model's tensors that a rank holds, whether shards or whole tensors."""
+"""Name the parts of a model's tensors that a rank holds, whether shards or full tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Part:
 
     Attributes:
         name: the tensor's name in the model.
-        shape: the shape of the whole tensor.
+        shape: the shape of the full tensor.
         start: the index of this rank's first element in the flattened tensor.
         length: the number of elements on this rank, which may be 0.
         data: the elements, in memory that belongs to the model.
-        tensor: the tensor that the optimizer knows, which has the shape of the divided values in
+        tensor: the tensor that the optimizer knows, which has the shape of the sharded values in
             the optimizer's state.
         stage: the index of the stage that holds it, if the model is a pipeline.
     """

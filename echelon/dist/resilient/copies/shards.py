@@ -1,13 +1,13 @@
-"""Serialize a rank's parts of a model, and restore parts that are divided differently.
+"""Serialize a rank's parts of a model, and restore parts that are sharded differently.
 
-The parts are shards, or whole tensors of a pipeline's stages. They are serialized into one byte
+The parts are shards, or full tensors of a pipeline's stages. They are serialized into one byte
 buffer:
 
-    length of the index, 8 bytes | index | padding | the index's tensors | runs of elements
+    length of the index, 8 bytes | index | padding | the index's tensors | ranges of elements
 
 Tensors and runs are aligned to 64 bytes. Runs that may be written later than the others are at the
-end; see `ShardsWriter`. The index lists a run of elements for each part, and for each
-tensor of the optimizer that is divided in the same way. Each rank restores its elements from the
+end; see `ShardsWriter`. The index lists a range of elements for each part, and for each
+tensor of the optimizer that is sharded in the same way. Each rank restores its elements from the
 runs that contain them, so the parts can be restored on any number of ranks.
 """
 

@@ -19,7 +19,7 @@ class Holding:
     """One rank's part of a tensor.
 
     Attributes:
-        shape: the shape of the whole tensor.
+        shape: the shape of the full tensor.
         dtype: the dtype's name.
         start: the index of the first element in the flattened tensor.
         length: the number of elements.
@@ -34,7 +34,7 @@ class Holding:
 
     @property
     def kind(self) -> str:
-        """The whole tensor's dtype and shape, for messages."""
+        """The full tensor's dtype and shape, for messages."""
         return f"{self.dtype}{list(self.shape)}"
 
 

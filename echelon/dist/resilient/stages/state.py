@@ -3,7 +3,7 @@
 Each rank copies parameters, buffers and optimizer state of its stages into memory that outlives the
 rank; see `copied.py`. They are named as in the whole model, so that stages that are built for other
 ranks can be filled from them. Each rank keeps its own copy of the state that is equal on all ranks
-(schedules), and of the state of its random generators.
+(schedules), and of the state of its random number generators.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class StagesState(CopiedState):
     # ---- after a loss ----
 
     def restore_rest(self, step: int | None) -> None:
-        """Restore `also` and the random generators. Local."""
+        """Restore `also` and the random number generators. Local."""
         if step is not None:
             self._at = self._rest_steps.index(step)
         rest, also = self._rest[self._at], self.setup.also
@@ -222,7 +222,7 @@ class StagesState(CopiedState):
         self._rest_steps = [-1, -1]
 
     def restore(self) -> None:
-        """Restore the random generators. All else is as it was kept: nothing was built since."""
+        """Restore the RNG states. All else is as it was kept: nothing was built since."""
         rest = self._rest[self._at]
         assert rest is not None
         set_random_state(rest.random)

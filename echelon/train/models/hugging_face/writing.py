@@ -71,7 +71,7 @@ def save_pretrained(
 ) -> None:
     """Write a model in the form of `transformers`: config.json and safetensors. Collective.
 
-    A model that is divided (by `fully_shard`, as DTensors, or in stages) is first saved as a
+    A model that is distributed (by `fully_shard`, as DTensors, or in stages) is first saved as a
     checkpoint inside the folder, which temporarily needs twice the space. Rank 0 then writes one
     tensor at a time, and the other ranks wait, at most for the world's timeout. Other files in the
     folder, such as those of a tokenizer, are kept.
