@@ -96,10 +96,9 @@ def compare(first: Path, second: Path) -> Parting:
         text = _numbers_part(one, two, step) or _step_parts(one, two, step, numbers)
         if text:
             return Parting(step, text + note)
-    return Parting(
-        None,
-        f"the same bits in {len(common)} micro-batches of steps {steps[0]} to {steps[-1]}{note}",
-    )
+    micro_batches = f"{len(common)} micro-batch{'es' * (len(common) != 1)}"
+    text = f"the same bits in {micro_batches} of steps {steps[0]} to {steps[-1]}{note}"
+    return Parting(None, text)
 
 
 def read_bits(folder: Path) -> Bits:

@@ -93,7 +93,7 @@ def test_of_a_repeated_step_the_last_counts_and_torn_lines_are_left_out(tmp_path
     assert main(["--compare", one, two]) == 0
     out = capsys.readouterr().out
     assert out == (
-        "the same bits in 1 micro-batches of steps 0 to 0\n"
+        "the same bits in 1 micro-batch of steps 0 to 0\n"
         "3 lines could not be read and were left out\n"
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echelon.dist.pipeline.plan.catalogue import NAMES, schedule
 from echelon.dist.pipeline.plan.lower import add_messages, add_sharding
-from echelon.dist.pipeline.plan.plan import Plan
+from echelon.dist.pipeline.plan.plan import Plan, counted
 from echelon.dist.pipeline.simulate.costs import Costs
 from echelon.dist.pipeline.simulate.grid import draw_grid, draw_summary
 from echelon.dist.pipeline.simulate.picture import draw_svg
@@ -96,8 +96,8 @@ def _show(arguments: argparse.Namespace) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     plan = Plan.load(arguments.file)
     print(
-        f"{arguments.file} is a valid plan: {plan.num_ranks} ranks, {plan.num_stages} stages, "
-        f"{plan.num_microbatches} micro-batches"
+        f"{arguments.file} is a valid plan: {counted(plan.num_ranks, 'rank')}, "
+        f"{counted(plan.num_stages, 'stage')}, {counted(plan.num_microbatches, 'micro-batch')}"
     )
 
 

@@ -160,8 +160,7 @@ def _evidence(path: Path, logs: _Logs) -> Evidence:
         groups=(),
         tables=Tables(),
         incident=Incident(world_size=world_size, ended=tuple(order)),
-        origin=f"the logs in {path}: of {len(ranks)} rank{'s' * (len(ranks) != 1)}"
-        + (", and of the job" if logs.texts.get(-1) else ""),
+        origin=f"the logs in {path}" + (" and the job's log" if logs.texts.get(-1) else ""),
         foreign=FOREIGN,
         job_log=logs.texts.get(-1, ""),
         warnings=tuple(logs.warnings),

@@ -150,3 +150,10 @@ def plan_of(rows: Sequence[Sequence[Action]], name: str) -> Plan:
         num_microbatches=1 + max(action.microbatch for action in every),
         num_chunks=num_chunks,
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 rank", "8 micro-batches"."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from echelon.dist.pipeline.plan.plan import counted
 from echelon.dist.pipeline.simulate.simulator import Simulation, Slot
 
 _MOST_LINES = 2000
@@ -61,8 +62,9 @@ def draw_summary(simulation: Simulation) -> str:
     path = simulation.critical_path
     hops = sum(one.rank != other.rank for one, other in pairwise(path))
     return (
-        f"{plan.name}: {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches, "
-        f"{plan.num_chunks} chunk(s) per rank\n"
+        f"{plan.name}: {counted(plan.num_ranks, 'rank')}, "
+        f"{counted(plan.num_microbatches, 'micro-batch')}, {counted(plan.num_chunks, 'chunk')} "
+        "per rank\n"
         f"makespan {simulation.makespan:g}, bubble {simulation.bubble:.1%}, "
         f"peak activations per rank: {peaks}\n"
         f"critical path: {len(path)} actions from {path[0].action} to {path[-1].action}, "

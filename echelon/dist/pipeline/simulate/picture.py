@@ -5,6 +5,7 @@ from __future__ import annotations
 from xml.sax.saxutils import escape
 
 from echelon.dist.pipeline.plan.action import Action, Kind
+from echelon.dist.pipeline.plan.plan import counted
 from echelon.dist.pipeline.simulate.simulator import Simulation, Slot
 
 _COLOURS = {  # the first chunk's; later ones are lighter
@@ -30,9 +31,9 @@ def draw_svg(simulation: Simulation) -> str:
     critical = {(slot.rank, slot.action) for slot in simulation.critical_path}
     plan = simulation.plan
     title = (
-        f"{plan.name}: {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches; makespan "
-        f"{simulation.makespan:g}, bubble {simulation.bubble:.1%}, peak activations "
-        f"{max(simulation.peak_activations)}"
+        f"{plan.name}: {counted(plan.num_ranks, 'rank')}, "
+        f"{counted(plan.num_microbatches, 'micro-batch')}; makespan {simulation.makespan:g}, "
+        f"bubble {simulation.bubble:.1%}, peak activations {max(simulation.peak_activations)}"
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}">',
