@@ -199,7 +199,7 @@ class Standings:
 class Unkillable:
     """An event: a worker survived SIGKILL.
 
-    `why` contains the worker's wait channel in the kernel or an error.
+    `why` explains why the worker still exists; see `node.unkillable.why_it_lives`.
     """
 
     attempt: int
