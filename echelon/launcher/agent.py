@@ -303,7 +303,7 @@ class _Agent:
         self._terminal.say(f"still trying to reach the coordinator: {why}")
 
     def _coordinate(self) -> float:
-        """Give the coordinator and the failover their turn, if this node runs them.
+        """Advance the failover and the coordinator, if this node runs them.
 
         Return the time at which to call this method next.
         """

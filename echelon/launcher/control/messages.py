@@ -51,7 +51,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll:
-    """An event: a node that has lost its host asks for a vote and for the current host.
+    """An event: a node that has lost its host asks for a vote and for the name of the new host.
 
     The reply is a `Vote`.
     """
@@ -480,7 +480,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryWays:
-    """A command: try to connect to each of several places, given as [host, address, port]."""
+    """A command: try to connect to several places, each given as [host, address, port]."""
 
     places: list[list[str]]
 

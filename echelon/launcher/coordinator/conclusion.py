@@ -1,4 +1,4 @@
-"""Derive a job's report and exit code from how its last world ended."""
+"""Determine what ended a job, and its exit code, from how its last world ended."""
 
 from __future__ import annotations
 

@@ -614,7 +614,7 @@ class Coordinator:
         self._remember()
 
     def _remember(self) -> None:
-        """Replicate all decisions and findings to the other nodes, so that any can take over."""
+        """Send all decisions and findings to the other nodes, so that any of them can take over."""
         if self._probing.is_over:
             self._restarting.suspected = None
         if self._succession is not None:

@@ -12,8 +12,8 @@ stopping every process on the node.
 
 If a worker is lost and the others continue, the phase does not change, and an incident is collected
 after a pause of the same length. A process that replaces a lost worker (a joiner) does not count as
-a worker until it has been admitted. If it ends before that, the workers are not affected. If no
-worker is left, it is dismissed.
+a worker until it has been admitted. If a joiner ends before that, the workers are not affected. If
+no worker is left, the joiners are dismissed.
 
 Each node enforces the grace period between SIGTERM and SIGKILL on its own. The coordinator's
 backstop exists only for nodes that do not kill their workers in time. A second stop request may
@@ -75,21 +75,21 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class JoinerStarted:
-    """An event: a replacement for a lost worker was started, or its admission was withdrawn."""
+    """An event: a process that replaces a lost worker was started, or its admission withdrawn."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerAdmitted:
-    """An event: the replacement for a lost worker was admitted and now counts as a worker."""
+    """An event: a process that replaces a lost worker was admitted, and now counts as a worker."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerEnded:
-    """An event: the replacement for a lost worker ended before it was admitted."""
+    """An event: a process that replaces a lost worker ended before it was admitted."""
 
     rank: int
 

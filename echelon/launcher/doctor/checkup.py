@@ -330,7 +330,10 @@ def _versions() -> list[list[str]]:
 
 
 def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Try to connect to all [host, address, port]; return (host, error), with "" for no error."""
+    """Try to connect to each place, given as [host, address, port]; return (host, error) pairs.
+
+    The error is "" on success.
+    """
     whole = [place for place in places if len(place) == 3 and place[2].isdecimal()]
     with concurrent.futures.ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
         words = pool.map(lambda place: _try(place[1], int(place[2])), whole)

@@ -20,7 +20,7 @@ class Candidacy:
     """A node's search for a host after its former host is lost.
 
     Args:
-        elector: this node's vote.
+        elector: decides how this node votes.
         lost_term: the term of the lost host. A host of an earlier term is not accepted, and a host
             of the same term only after a delay.
 

@@ -5,7 +5,8 @@ a certain time. The promise ends early only if the host's machine refuses connec
 that the launcher has exited.
 
 An elector votes for only one candidate per term, and rejects a candidate whose mandate is older
-than its own. An elected host therefore holds every version of the mandate that took effect.
+than its own. The mandate of an elected host is therefore at least as recent as the last version
+that took effect.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ VOTE_S = 1.5  # how long a granted vote binds, so that the winner can announce i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canvass:
-    """A node's request to an elector for its vote, and for the job's current host.
+    """A node's request to an elector for its vote and for the name of the current host.
 
     Attributes:
         node: the name of the node that asks.
@@ -113,7 +114,7 @@ class Elector:
         self._released = self._released or is_dead
 
     def on_canvass(self, asked: Canvass, now_s: float) -> Answer:
-        """Answer a node's request for a vote and for the current host."""
+        """Answer a node that asks for a vote and for the name of the current host."""
         if not self._may_vote(asked, now_s):
             return self._answer()
         if not asked.is_binding:

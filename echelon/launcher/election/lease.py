@@ -111,7 +111,8 @@ class Permit:
 
         Args:
             echo: the number of the reply that the host's heartbeat acknowledges.
-            remaining_s: how long the host's lease remained valid when the heartbeat was sent.
+            remaining_s: for how many seconds the host's lease was still valid when the heartbeat
+                was sent.
         """
         stamped_s = self._stamps.get(echo)
         if stamped_s is not None:

@@ -24,7 +24,7 @@ _OVERDUE_SHARE = 0.75  # of the promise, so that ranks are examined before their
 
 
 class Standby:
-    """One node's vote, permit and listener, with which it can follow or replace the host.
+    """The state with which one node follows the host and is ready to replace it.
 
     Args:
         name: the node's own name.

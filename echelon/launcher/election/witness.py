@@ -76,7 +76,7 @@ class Witness:
         return Renewed(term=elector.term, number=number, version=elector.version)
 
     def on_canvass(self, founder: str, asked: Canvass, now_s: float) -> Answer:
-        """Answer a node's request for a vote and for the current host."""
+        """Answer a node that asks for a vote and for the name of the current host."""
         elector = self._electors.get(founder)
         if elector is None:
             return Answer(term=UNKNOWN_TERM)

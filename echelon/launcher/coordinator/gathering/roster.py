@@ -3,7 +3,7 @@
 A world begins once one of these conditions holds:
 
 - `max_nodes` nodes are connected.
-- All nodes of the previous world are connected, except those that left.
+- All nodes of the previous world that have not left are connected.
 - `min_nodes` nodes are connected, and the last call is over.
 
 The last call is a short grace period for nodes that were started together but connect at different

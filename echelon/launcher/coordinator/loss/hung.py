@@ -104,7 +104,7 @@ class HungRanks:
         return ""
 
     def cause_of(self, rank: int) -> str:
-        """Return the cause for which a hung rank was killed; "" if the rank was not killed here."""
+        """Return the cause of the hang for which a rank was killed; "" if it was not killed."""
         return self._causes.get(rank, "")
 
     def note_ended(self, rank: int, *, is_survived: bool) -> None:

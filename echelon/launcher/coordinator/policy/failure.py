@@ -28,7 +28,7 @@ class Failure:
         hosts: the host names of these nodes, in the same order.
         last_step: the last step that the culprit began; -1 if the culprit recorded no steps.
         is_killed: whether the culprit was killed by a signal or lost with its node.
-        is_outside: whether the culprit's error was caused by the network or a file system.
+        is_outside: whether the culprit's error points to the network or a file system.
         owns_memory: whether the job itself used up the memory; None if unknown.
         saving_s: how long the culprit had been writing or reading a checkpoint when it was
             examined, in seconds; 0 if it was doing neither.

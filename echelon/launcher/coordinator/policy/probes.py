@@ -23,8 +23,8 @@ class Asked:
     """A row of the table `ASKED`: the probes that certain causes require.
 
     Attributes:
-        if_outside: whether the probes are required only for errors caused by the network or a file
-            system.
+        if_outside: whether the probes are required only for errors that point to the network or a
+            file system.
     """
 
     causes: tuple[str, ...]

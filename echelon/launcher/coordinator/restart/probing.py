@@ -264,7 +264,7 @@ class Probing:
             self._suspects = []
 
     def _exclude(self, name: str, broken: Sequence[Finding]) -> bool:
-        """Count a node's failed round; exclude the node if it is due and another can replace it.
+        """Count a node's failed round; exclude the node if it failed too often and is replaceable.
 
         Return whether the node was excluded.
         """

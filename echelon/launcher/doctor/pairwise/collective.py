@@ -122,7 +122,7 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _why(said: str, run: Path) -> str:
-    """Return why a run failed: the verdict's summary, or else the best line of its output.
+    """Return why a run failed: the verdict's summary, or else the most informative output line.
 
     Args:
         said: the output of the launcher.
