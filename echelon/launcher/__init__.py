@@ -1,1 +1,1 @@
-"""`echelon run`: start the ranks of a job, watch them, and explain what happened."""
+"""Implement `echelon run`: start the ranks of a job, watch them, and explain what went wrong."""

@@ -1,10 +1,10 @@
-"""Run the event loop of one node.
+"""Run the event loop of one node (the agent).
 
-Every node runs one agent. The node that owns the endpoint also hosts the coordinator and the store.
-Most jobs run on a single node.
+Every node runs one agent. The agent on the node that owns the endpoint also hosts the coordinator
+and the store. Most jobs run on a single node.
 
-The agent runs on one thread, except for the gRPC links of multi-node jobs. The guard and the store
-exit when the agent exits, even if the agent is killed.
+The agent is single-threaded, except for the gRPC links of multi-node jobs. The guard and the store
+exit when the agent exits, even if it is killed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def _host(
     terminal: Terminal,
     stack: contextlib.ExitStack,
 ) -> int:
-    """Host the job: run the coordinator, the store and this node's workers."""
+    """Host the job: run the coordinator, the store and this node's workers.
+
+    Return the job's exit code.
+    """
     meeting = options.rendezvous
     report = Report(job_id=options.rdzv_id or secrets.token_hex(4), world_size=0)
     secret = secrets.token_hex(32) if meeting is None else meeting.secret.decode()
@@ -164,7 +167,10 @@ def _take_part(
     terminal: Terminal,
     stack: contextlib.ExitStack,
 ) -> int:
-    """Run this node's workers on behalf of a coordinator on another node."""
+    """Run this node's workers for a coordinator on another node.
+
+    Return this launcher's exit code.
+    """
     from echelon.launcher.control.client import GrpcLink  # gRPC only where needed
 
     meeting = options.rendezvous
@@ -259,11 +265,11 @@ class _Agent:
 
     @property
     def where_rings_lie(self) -> str:
-        """Return a phrase that says where the rings are, or "" if they are in the run directory."""
+        """A phrase that names the folder of the rings; "" if that is the run directory."""
         return self._node.where_rings_lie
 
     def run(self) -> None:
-        """Serve until the job is over or the coordinator is lost."""
+        """Run the event loop until the job is over or the coordinator is lost."""
         look_s = min(_LOOP_S, self._options.stall_timeout_s / 5)
         self._next_reason_s = time.monotonic() + _EXPLAIN_S
         next_look_s = 0.0
@@ -288,7 +294,7 @@ class _Agent:
             self._pump(max(0.0, until - time.monotonic()))
 
     def _explain_dialling(self) -> None:
-        """Print why the coordinator cannot be reached: first after 10 s, then every 40 s."""
+        """Print why the coordinator cannot be reached, first after 10 s and then every 40 s."""
         now_s = time.monotonic()
         if self._link.is_connected or now_s < self._next_reason_s:
             return
@@ -297,7 +303,7 @@ class _Agent:
         self._terminal.say(f"still trying to reach the coordinator: {why}")
 
     def _coordinate(self) -> float:
-        """Run the coordinator if this node hosts it.
+        """Advance the failover and the coordinator, if this node runs them.
 
         Return the time at which to call this method next.
         """
@@ -317,9 +323,9 @@ class _Agent:
         self._link.send(event)
 
     def _seek(self) -> bool:
-        """Look for another host after the current one is lost.
+        """Continue the search for another host, if there is one in progress.
 
-        Return False if no host is found.
+        Return False once the search has failed.
         """
         failover = self._failover
         if failover is None or not failover.is_seeking:
@@ -359,7 +365,7 @@ class _Agent:
         self._selector.register(fd, selectors.EVENT_READ, act)
 
     def _pump(self, timeout_s: float) -> None:
-        """Handle output, the guard's messages and signals for at most `timeout_s` seconds."""
+        """Wait up to `timeout_s` seconds for output, guard messages or signals, and handle them."""
         ready = [key for key, _ in self._selector.select(timeout_s)]
         # The user's signals come first: ranks that received the same signal have not failed.
         ready.sort(key=lambda key: key.fd != self._signals)
@@ -388,7 +394,7 @@ class _Agent:
         self.over = m.Over(exit_code=code, ended_by=decide.EndedBy.SIGNAL.value)
 
     def _obey(self) -> bool:
-        """Carry out the coordinator's commands; return False if the coordinator was lost."""
+        """Carry out the coordinator's commands; return False if this node must stop on its own."""
         for command in self._link.take():
             if command is None:
                 why = getattr(self._link, "lost_because", "")
@@ -478,9 +484,9 @@ def _nodes(options: Options) -> str:
 
 @contextlib.contextmanager
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
-    """Write one byte to a pipe for each signal caught; yield the pipe's read end.
+    """Catch the given signals, and write one byte to a pipe for each; yield the pipe's read end.
 
-    After the context exits, the signals are ignored, so that a repeated signal cannot change the
+    After the context exits, these signals are ignored, so that a repeated signal cannot change the
     job's exit code.
     """
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""`echelon run`: parse the command line, run the job, and return the exit code."""
+"""Implement `echelon run`: parse the command line, run the job, and return the exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.launcher.shortage import is_shortage
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the job's exit code, or 2 for bad usage."""
+    """Run `echelon run`; return the job's exit code, or 2 for a usage error."""
     _open_standard_streams()
     options = parse(argv, os.environ)
     from echelon.launcher.agent import run  # imported late, so that `--help` is fast
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams on /dev/null, so that no other file gets their descriptors."""
+    """Connect closed standard streams to /dev/null, so that no file gets descriptors 0 to 2."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             fd = os.open(os.devnull, os.O_RDWR)

@@ -1,8 +1,8 @@
-"""Make a node follow the host, and let the node replace the host when the host is lost.
+"""Let a node follow the host, and replace the host if it is lost.
 
-Each heartbeat from the host extends the permit of this node's ranks. The guard stops the ranks when
-their permit expires. When the host is lost, the node takes a snapshot of its ranks, stops them and
-looks for another host. If the node itself is elected, it becomes the host.
+Each heartbeat from the host extends the permit under which this node's ranks may run. The guard
+kills the ranks when the permit expires. If the host is lost, the node takes a snapshot of its
+ranks, stops them and looks for another host. If the node itself is elected, it becomes the host.
 
     following --link lost--> seeking --another is elected--> following
                                      --elected--> taking over --lease held--> hosting
@@ -43,13 +43,13 @@ _HEAR_S = 0.3  # after a standstill, beats that arrived during it must be read f
 
 
 class Failover:
-    """One node's part in replacing the job's host.
+    """The failover logic of one node.
 
     Args:
         hello: the greeting that this node sends to a host.
 
     Attributes:
-        hosting: the services that this node runs as the host; None while it is not the host.
+        hosting: the services that this node runs as the host; None if it has not become the host.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Failover:
     # ---- with a host ----
 
     def on_command(self, command: m.Command, link: Link, node: NodeAgent) -> bool:
-        """Handle a command about the succession; return False for any other command."""
+        """Handle a command that concerns failover; return False if the caller must handle it."""
         if isinstance(command, m.LeaseBeat):
             self._give_up_s = None
             link.send(self._standby.on_beat(command))
@@ -94,7 +94,7 @@ class Failover:
         return False
 
     def _prepare(self, node: NodeAgent) -> None:
-        """Stop any ranks that are still running, and prepare to start new ranks."""
+        """Kill any ranks that are still running, and set the permit of the ranks to be started."""
         if node.has_workers:
             node.kill()
             node.clear_up()
@@ -107,7 +107,7 @@ class Failover:
         self._extend(until_s, self._world_term, node)
 
     def _extend(self, until_s: float, term: int, node: NodeAgent) -> None:
-        """Extend the permit of ranks that the current host started."""
+        """Extend the permit of this node's ranks, unless a host of another term started them."""
         if node.has_workers and term != self._world_term:
             return
         if until_s > self._fence_s + _LEAST_MOVE_S:
@@ -117,7 +117,7 @@ class Failover:
     # ---- without one ----
 
     def lose_host(self, why: str, node: NodeAgent) -> bool:
-        """Start looking for another host; return False if no node can replace the lost one."""
+        """Start to look for another host; return False if the lost host cannot be replaced."""
         mandate = self._standby.mandate
         if mandate is None or not mandate.survives_host or mandate.member(self._hello.node) is None:
             return False
@@ -139,7 +139,7 @@ class Failover:
         return True
 
     def is_overdue(self) -> bool:
-        """Return whether the host must be considered lost even though the link is still open.
+        """Return whether the host counts as lost although the link to it is still open.
 
         Call this on each iteration of the event loop.
         """
@@ -154,7 +154,7 @@ class Failover:
 
     @property
     def is_seeking(self) -> bool:
-        """Whether this node has no host."""
+        """Whether this node has lost its host and is looking for another."""
         return self._standby.candidacy is not None
 
     @property
@@ -169,9 +169,9 @@ class Failover:
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue looking for a host; return the link to it, or None if none has been found yet.
+        """Continue the search for a host; return a link to the new host, or None if none is found.
 
-        The new host may be this node.
+        The new host may be this node itself.
         """
         candidacy = self._standby.seek()
         if candidacy is None or not (candidacy.found or candidacy.is_elected):
@@ -199,7 +199,7 @@ class Failover:
         )
 
     def _take_over(self, candidacy: Candidacy, mandate: Mandate) -> Link:
-        """Take over as the host on this node's listener."""
+        """Begin to take over as the host, and open this node's listener to the other nodes."""
         name = self._hello.node
         member = mandate.member(name)
         assert member is not None
@@ -241,7 +241,7 @@ class Failover:
     # ---- as the host ----
 
     def step(self, node: NodeAgent) -> None:
-        """Advance a takeover; after that, extend the permit of this node's ranks."""
+        """Continue a takeover; once this node is the host, extend the permit of its own ranks."""
         hosting, takeover = self.hosting, self._takeover
         if hosting is None:
             return
@@ -277,7 +277,7 @@ class Failover:
 def first_succession(
     options: Options, standby: Standby, hosting: Hosting, job_id: str
 ) -> Succession:
-    """Return the succession for a job's first host. This host is the only elector at first."""
+    """Create the succession for a job's first host, which is the only elector at first."""
     meeting = options.rendezvous
     assert meeting is not None
     name = options.node_name

@@ -1,7 +1,7 @@
 """Run the services of the host: the store and the coordinator.
 
-The node that owns the endpoint starts the services at the beginning of the job. An elected node
-starts the services after its election.
+The node that owns the endpoint starts them at the beginning of the job. A node that is elected to
+replace it starts them after the election.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Hosting:
-    """The services that a launcher runs as the host; `begin` creates the coordinator.
+    """The services that a launcher runs as the host.
 
     Args:
         options: the launcher's options, with this node's address as the rendezvous.
         events: the mailbox in which messages from nodes arrive.
 
     Attributes:
-        link: the link of this node's own agent.
-        server: the server that other nodes connect to; set and closed by the creator of this
-            object.
-        coordinator: the coordinator; None before `begin`.
+        link: the link between this node's own agent and the coordinator.
+        server: the server that other nodes connect to. The creator of this object sets and closes
+            it.
+        coordinator: the coordinator; None until `begin` is called.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Hosting:
         self._starting: Future[StoreProcess] | None = None
 
     def start_store(self, secret: str) -> None:
-        """Start the store, and write the file that lets other programs find the job.
+        """Start the store, and write the job file, by which other programs find the job.
 
         Raises:
             LaunchError: the store does not start, or the job file cannot be written.
@@ -114,7 +114,7 @@ class Hosting:
         self._store = store
 
     def begin(self, succession: Succession | None = None) -> None:
-        """Create the coordinator. The store must already be running."""
+        """Create the coordinator. The store must be running."""
         assert self._store is not None
         self.succession = succession
         options, shown = self._options, str(self._directory.shown)
@@ -130,7 +130,7 @@ class Hosting:
         self._stack.callback(self.coordinator.close)
 
     def call_witness(self, mandate: Mandate) -> None:
-        """Connect to the job's witness, if there is one, and forward messages to it."""
+        """Connect to the job's witness, if it has one, so that `send` can reach it."""
         if not mandate.witness:
             return
         from echelon.launcher.election.testimony import Testimony  # gRPC only where needed
@@ -141,7 +141,7 @@ class Hosting:
         self._stack.callback(self._testimony.close)
 
     def send(self, node: str, command: m.Command) -> None:
-        """Send a command to a node; never blocks."""
+        """Send a command to a node or the witness. Never blocks."""
         if node == self._options.node_name:
             self.link.commands.put(command)
         elif node == WITNESS:
@@ -167,7 +167,7 @@ class Hosting:
             )
 
     def close(self) -> None:
-        """Stop everything that this object has started."""
+        """Stop the coordinator, the store and everything else that this object has started."""
         if self._starting is not None:
             self._starting.add_done_callback(_close_store)
         self._stack.close()

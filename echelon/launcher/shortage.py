@@ -1,6 +1,6 @@
-"""Handle shortages of descriptors, processes, threads and memory on this machine.
+"""Detect when this machine runs out of descriptors, processes, threads or memory.
 
-gRPC, which multi-node jobs need, cannot recover from a shortage of descriptors. So the launcher
+gRPC, which multi-node jobs need, cannot recover once descriptors run out. The launcher therefore
 checks the descriptor limit before it starts any process.
 """
 
@@ -20,7 +20,7 @@ _OF_A_RANK = 4  # two pipes and two log files
 
 
 def is_shortage(err: BaseException) -> bool:
-    """Return whether an error means that the machine is short of a resource."""
+    """Return whether an error means that the machine has run out of a resource."""
     if isinstance(err, OSError):
         return err.errno in _ERRNOS
     return isinstance(err, MemoryError) or _NO_THREAD in str(err)
@@ -30,9 +30,9 @@ def raise_descriptor_limit(num_ranks: int, num_links: int) -> None:
     """Raise this process's soft limit on descriptors to the hard limit.
 
     Args:
-        num_ranks: the number of ranks on this node.
-        num_links: the number of connections to other nodes that the first world needs; 0 for a
-            single-node job.
+        num_ranks: how many ranks this node runs.
+        num_links: how many connections to other nodes the first world needs; 0 for a single-node
+            job.
 
     Raises:
         LaunchError: even the hard limit is too low for the launcher.

@@ -1,11 +1,11 @@
 """Connect a node to a coordinator on another node over gRPC.
 
-One thread runs the link. The thread dials until the deadline, sends a greeting, and then passes
-frames in both directions. Empty frames serve as heartbeats. If a stream ends or stays silent for
-too long, the thread dials again and continues the session. The coordinator is lost once its host
-refuses a connection, or once nothing has arrived for `lost_after_s`.
+The link runs on its own thread. The thread tries to connect until the deadline, sends a greeting,
+and then transfers frames in both directions. Empty frames serve as heartbeats. If the stream ends
+or is silent for too long, the thread reconnects and resumes the session. The coordinator counts as
+lost once its host refuses a connection, or once nothing has arrived for `lost_after_s`.
 
-Silence is measured by a clock that stops while the process is not running.
+Silence is measured on a clock that stops while this process is not running.
 """
 
 from __future__ import annotations
@@ -60,17 +60,19 @@ _retired: list[asyncio.AbstractEventLoop] = []
 
 
 class GrpcLink:
-    """A link that dials `endpoint` (host:port) in the background for up to `join_timeout_s`.
+    """A link to the coordinator at `endpoint` (host:port), opened in the background.
 
     Args:
-        tls: the certificates, or None for plain connections.
-        lost_after_s: the silence after which the coordinator counts as lost, in seconds. Once the
-            link is connected, the host's value applies instead.
-        is_last: whether this is the last connection that this process will open.
+        hello: the greeting to send.
+        join_timeout_s: how long to try to connect, in seconds.
+        tls: the certificates; None for unencrypted connections.
+        lost_after_s: how long the coordinator may be silent before it counts as lost, in seconds.
+            Once the link is connected, the host's value applies instead.
+        is_last: whether this is the last link that this process will open.
 
     Attributes:
         is_connected: whether the coordinator has been reached.
-        lost_because: the reason why the link has ended.
+        lost_because: why the link has ended; "" while it has not.
         last_error: the error of the latest attempt to connect.
     """
 
@@ -110,7 +112,7 @@ class GrpcLink:
         self._thread.start()
 
     def send(self, event: Event) -> None:
-        """Send an event without blocking."""
+        """Send an event. Does not block."""
         with contextlib.suppress(
             RuntimeError
         ):  # the link has ended, which `take` reports with None
@@ -125,7 +127,7 @@ class GrpcLink:
         return self._incoming.take()
 
     def close(self) -> None:
-        """Close the link, after waiting up to 3 s for pending messages to be sent."""
+        """Close the link. Waits up to 3 s for pending messages to be sent."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._begin_closing)
         self._thread.join(_CLOSE_S)
@@ -201,7 +203,7 @@ class GrpcLink:
                 self._deadline_s = self._heard_s + self._lost_after_s
 
     def _may_dial_again(self, error: BaseException) -> bool:
-        """Return whether to dial again after a greeting has failed."""
+        """Return whether to try again after a connection attempt or a greeting has failed."""
         code = getattr(error, "code", None)
         if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
             return False
@@ -258,7 +260,7 @@ class GrpcLink:
 
     @property
     def _greeting_s(self) -> float:
-        """Return the time limit for the reply to a greeting, in seconds."""
+        """The timeout for each frame of the handshake, in seconds."""
         if self.is_connected:
             return self._silence_s
         left_s = self._deadline_s - self._now_lived_s()
@@ -266,7 +268,7 @@ class GrpcLink:
 
     @property
     def _silence_s(self) -> float:
-        """Return how long a stream may be silent before the link reconnects, in seconds."""
+        """How long a stream may be silent before the link reconnects, in seconds."""
         return min(self._lost_after_s, max(self._lost_after_s / _TRIES, _LEAST_SILENCE_S))
 
     @property
@@ -290,7 +292,7 @@ class GrpcLink:
             state = channel.get_state(try_to_connect=True)
 
     def _check_silence(self) -> None:
-        """Raise LaunchError if a coordinator that was connected has been silent for too long."""
+        """Raise LaunchError if the coordinator was reached before but has been silent too long."""
         if self.is_connected and self._now_lived_s() > self._deadline_s:
             raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s")
 
@@ -331,10 +333,10 @@ class GrpcLink:
 
 
 async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) -> None:
-    """Write a frame.
+    """Write a frame to a stream.
 
     Raises:
-        LaunchError: the host has refused this node.
+        LaunchError: the stream has ended because the host refused this node.
         OSError: the stream has ended for another reason.
     """
     try:
@@ -344,14 +346,14 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
 
 async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchError | OSError:
-    """Return the error for a stream that has ended: a LaunchError if the host refused this node."""
+    """Return the error of a stream that has ended: a LaunchError if the host refused this node."""
     if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
         return LaunchError(await call.details())
     return OSError("the connection was closed")
 
 
 async def _why_not(endpoint: str) -> str:
-    """Try to connect to an endpoint; return "" on success, or else the reason for the failure."""
+    """Try to connect to an endpoint; return "" on success, or why the connection failed."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))
@@ -367,7 +369,7 @@ async def _why_not(endpoint: str) -> str:
 
 
 def open_channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    """Return a channel to "host:port". The channel is unencrypted if `tls` is None."""
+    """Return a channel to "host:port", unencrypted if `tls` is None."""
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=OPTIONS)
     return grpc.aio.secure_channel(endpoint, tls.for_client(), options=OPTIONS)

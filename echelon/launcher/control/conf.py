@@ -1,6 +1,6 @@
-"""Interpret `--rdzv-conf`, which sets how nodes meet and when a node counts as lost.
+"""Parse `--rdzv-conf`, which configures how nodes meet and when a node counts as lost.
 
-All of torchrun's keys are accepted. Keys that have no effect in echelon are listed in a note. Any
+All of torchrun's keys are accepted; those that have no effect in echelon are listed in a note. Any
 other key is an error.
 """
 
@@ -40,7 +40,7 @@ class Conf:
 
 
 def read_conf(settings: Mapping[str, str]) -> Conf:
-    """Interpret the settings.
+    """Convert the keys and values of `--rdzv-conf` to settings.
 
     Raises:
         ValueError: a key is unknown, or a value is out of range.
@@ -72,10 +72,7 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
 
 
 def beat_s(num_nodes: int, lost_after_s: float) -> float:
-    """Return the interval between a node's reports, in seconds.
-
-    The interval grows with the number of nodes.
-    """
+    """Return the interval between a node's heartbeats, in seconds; it grows with `num_nodes`."""
     return max(BEAT_S, min(num_nodes / _NODES_PER_BEAT, lost_after_s / _BEATS_LOST))
 
 

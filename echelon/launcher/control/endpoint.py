@@ -1,10 +1,10 @@
 """Determine where the nodes of a job meet, and which node hosts the job.
 
-The endpoint is the address that other nodes dial. The host cannot always bind this address. On
-Debian, for example, a machine's own name resolves to 127.0.1.1.
+The endpoint is the address that other nodes connect to. The host cannot always bind this address:
+on Debian, for example, a machine's own name resolves to 127.0.1.1.
 
-If one node sets `is_host`, that node is the host. By default, the host is node rank 0 or, if nodes
-have no ranks, the node that owns the address.
+If a node sets `is_host`, it is the host. By default, the host is the node with node rank 0 or, if
+no node ranks are given, the node that owns the endpoint's address.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """The meeting point of a job's nodes."""
+    """The endpoint at which a job's nodes meet."""
 
     host: str  # as others dial it
     port: int
@@ -55,7 +55,7 @@ class Rendezvous:
 def rendezvous(
     args: argparse.Namespace, conf: Conf, environ: Mapping[str, str]
 ) -> Rendezvous | None:
-    """Return the rendezvous given on the command line, or None if the job has only one node.
+    """Return the rendezvous that the command line specifies, or None for a single-node job.
 
     Raises:
         ValueError: an option is missing or invalid, or two options contradict each other. The
@@ -92,7 +92,7 @@ def rendezvous(
 def split(
     endpoint: str, default_port: int = DEFAULT_PORT, option: str = "--rdzv-endpoint"
 ) -> tuple[str, int]:
-    """Split "host:port" or "[v6]:port".
+    """Split "host:port" or "[IPv6 address]:port" into host and port.
 
     Raises:
         ValueError: the host is empty, or the port is invalid.
@@ -110,7 +110,7 @@ def split(
 
 
 def join(host: str, port: int) -> str:
-    """Return "host:port", with brackets around an IPv6 address."""
+    """Join a host and a port to "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -139,7 +139,8 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
     """Read the job's secret from a file or the environment.
 
     Raises:
-        ValueError: the secret is missing or unusable, or other users can read the file.
+        ValueError: the secret is missing, too short or not text, or other users can access the
+            file.
     """
     if path is None:
         secret = environ.get("ECHELON_SECRET", "").encode()
@@ -162,7 +163,11 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
 
 
 def _checked(secret: bytes, source: str) -> bytes:
-    """Check the length and the format of a secret, and return the secret."""
+    """Return a secret after checking its length and format.
+
+    Raises:
+        ValueError: the secret is too short or not text.
+    """
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
             f"{source}: the secret has {len(secret)} bytes, but at least {MIN_SECRET_BYTES} "

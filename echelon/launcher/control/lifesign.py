@@ -1,8 +1,8 @@
 """Let other machines detect whether a launcher is alive, through a listening socket.
 
-The kernel accepts connections even for a process that is stopped or starved. When the process ends,
-the kernel refuses new connections. A killed node is therefore detected quickly, while a node on a
-busy machine gets more time to reconnect.
+The kernel accepts connections even while the process is stopped or starved of CPU time. Once the
+process has exited, the kernel refuses them. A killed node is therefore detected quickly, while a
+node on a busy machine gets more time to reconnect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BACKLOG = 16
 
 
 class LifeSign:
-    """A listening socket on the local address that reaches an endpoint.
+    """A listening socket on the local address from which this machine reaches an endpoint.
 
     Attributes:
         port: the port of the socket; 0 if no socket could be opened.
@@ -33,7 +33,7 @@ class LifeSign:
             self.port = self._socket.getsockname()[1]
 
     def clear(self) -> None:
-        """Accept and drop all waiting connections, so that the backlog does not fill up."""
+        """Accept and close all pending connections, so that the backlog does not fill up."""
         with contextlib.suppress(OSError):
             while self._socket is not None:
                 self._socket.accept()[0].close()
@@ -46,10 +46,10 @@ class LifeSign:
 
 
 async def is_gone(address: str, port: int) -> bool:
-    """Return whether a launcher is gone: its machine refuses connections to the life sign.
+    """Return whether a launcher has exited, because its machine refuses connections to the port.
 
-    The call takes at most 1 s. It returns False if the machine does not answer or if the launcher
-    has no life sign.
+    Takes at most 1 s. Returns False if the machine does not answer, or if `port` is 0, which means
+    that the launcher has no life sign.
     """
     if port == 0:
         return False
@@ -64,7 +64,7 @@ async def is_gone(address: str, port: int) -> bool:
 
 
 def _own_addresses(endpoint: str) -> set[str]:
-    """Return the local addresses from which this machine reaches an endpoint; send no data.
+    """Return the local addresses from which this machine reaches an endpoint. Sends no data.
 
     Raises:
         OSError: the endpoint's name cannot be resolved.
@@ -79,7 +79,7 @@ def _own_addresses(endpoint: str) -> set[str]:
 
 
 def _listen(addresses: set[str]) -> socket.socket:
-    """Listen on the given address, or on all local addresses if several are given.
+    """Listen on the given address, or on all local addresses unless exactly one is given.
 
     Raises:
         OSError: the address cannot be bound.

@@ -1,7 +1,7 @@
 """Connect an agent's event loop to the coordinator.
 
-`LocalLink` connects the coordinator's own node, without a network or a thread. `client.GrpcLink`
-connects all other nodes. The event loop sends events through the link, watches `fileno()`, and
+The coordinator's own node uses a `LocalLink`, which needs neither a network nor a thread. All other
+nodes use `client.GrpcLink`. The event loop sends events through its link, watches `fileno()`, and
 takes the commands that have arrived.
 """
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Mailbox(Generic[_T]):
-    """A queue whose descriptor a select loop can watch. Any thread may call `put`."""
+    """A queue with a descriptor that a select loop can watch. Any thread may call `put`."""
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
@@ -33,7 +33,7 @@ class Mailbox(Generic[_T]):
 
     @property
     def num_waiting(self) -> int:
-        """The number of items that have not been taken."""
+        """The number of items that have not been taken yet."""
         return len(self._items)
 
     def put(self, item: _T) -> None:
@@ -46,7 +46,7 @@ class Mailbox(Generic[_T]):
             self._items.append(item)
 
     def take(self) -> list[_T]:
-        """Return the items that have arrived."""
+        """Remove and return the items that have arrived."""
         with self._lock:
             if not self._items:
                 return []

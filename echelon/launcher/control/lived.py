@@ -1,7 +1,8 @@
-"""Measure the silence of other nodes with a clock that stops while this process is not running.
+"""Provide a clock that stops while this process is not running, to measure other nodes' silence.
 
-While a launcher is stopped or starved, it receives nothing, so all other nodes look silent. This
-clock leaves out such gaps. Leases and permits use real time instead (see `election.lease`).
+While a launcher is stopped or starved of CPU time, it receives nothing, so all other nodes appear
+to be silent. This clock leaves out such gaps. Leases and permits use real time instead (see
+`election.lease`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ _KEPT = 64
 class LivedTime:
     """A clock that stops while the process is not running.
 
-    The clock does not read the time itself: the caller passes it to every method, in seconds.
+    The clock does not read the time itself: the caller passes the time to each method, in seconds.
 
     Args:
-        step_s: the longest interval between two ticks that counts in full, in seconds. The rest of
-            a longer interval does not count.
+        step_s: the longest interval between two ticks that counts in full, in seconds. Of a longer
+            interval, only the first `step_s` seconds count.
         now_s: the current time.
     """
 

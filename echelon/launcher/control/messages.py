@@ -1,8 +1,8 @@
 """Define the messages between agents and the coordinator.
 
-Agents send events, and the coordinator sends commands. Every message is a plain record that is sent
-as a msgpack map. Messages contain ages instead of timestamps, because the clocks of different nodes
-cannot be compared.
+Agents send events, and the coordinator sends commands. Every message is a plain record, encoded
+with msgpack. Messages contain ages instead of timestamps, because clocks of different nodes cannot
+be compared.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseReply:
-    """A node's answer to `LeaseBeat` or `Entrust`.
+    """An event: a node's reply to `LeaseBeat` or `Entrust`.
 
-    `version` is the version of the node's mandate.
+    `version` is the version of the mandate that the node holds.
     """
 
     term: int
@@ -51,9 +51,9 @@ class LeaseReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll:
-    """An event: a node without a host asks for a vote, and asks which node is the host.
+    """An event: a node that has lost its host asks for a vote and for the name of the new host.
 
-    The answer is a `Vote`.
+    The reply is a `Vote`.
     """
 
     node: str
@@ -65,9 +65,9 @@ class Poll:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renew:
-    """A host's heartbeat to the witness. The answer is a `LeaseReply`.
+    """A host's heartbeat to the witness. The reply is a `LeaseReply`.
 
-    If `number` is 0, the message only forwards the mandate.
+    If `number` is 0, the message only conveys the mandate.
     """
 
     founder: str
@@ -81,9 +81,9 @@ class Renew:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """An event: an admitted node has reconnected.
+    """An event: a node that was admitted before has reconnected.
 
-    `received` is the number of the last message that the node has received.
+    `received` is the number of the last message that the node received.
     """
 
     node: str
@@ -93,9 +93,9 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEnded:
-    """An event: a worker has ended. `code` follows the convention of `subprocess`.
+    """An event: a worker has ended. `code` is a return code as in `subprocess`.
 
-    If the worker could not be started, `code` is 127 and `error` is the reason.
+    If the worker could not be started, `code` is 127 and `error` states the reason.
     """
 
     attempt: int
@@ -108,28 +108,28 @@ class WorkerEnded:
 class Sights:
     """An event: a node reports on its live ranks.
 
-    `folded` combines all ranks that have a ring. It is [] if no rank has a ring. The elements are:
+    `folded` aggregates all ranks that have a ring; it is [] if there are none. Its elements are:
 
-    - the first rank
-    - whether the ranks are initialised
-    - the age of the last progress in ms (-1: none)
+    - the node's first rank
+    - whether any of these ranks is initialised
+    - the time since the last progress in ms (-1: none)
     - the age of the oldest pending operation in ms (-1: none)
     - the rank with the oldest pending operation
     - the number of signs of progress
     - the number of dumps that torch wrote on its own
 
-    `ranks` holds one list for each other rank:
+    `ranks` contains one list for each of the other ranks:
 
     - the rank
     - whether the rank is initialised
-    - the age of the last progress in ms (-1: none)
+    - the time since the last progress in ms (-1: none)
     - the age of the oldest pending operation in ms (-1: none)
     - the number of signs of activity
     - whether the rank has a ring
-    - the number of dumps
+    - the number of dumps that torch wrote on its own
 
-    `dumped_rank` is the folded rank that wrote the latest dump; -1 if no folded rank wrote a dump.
-    The remaining fields summarise the histories of the folded ranks; see `limits.node.Summary`.
+    `dumped_rank` is the folded rank that wrote the latest dump; -1 if none of them wrote one. The
+    remaining fields summarise the histories of the folded ranks; see `limits.node.Summary`.
     """
 
     attempt: int
@@ -149,23 +149,23 @@ class Sights:
 class Laps:
     """An event: a node reports the progress of its ranks and how they have spent their time.
 
-    `laps` holds one list for each lap since the last report. A lap is one or more consecutive steps
-    of a rank. All ages and times are in us. The elements are:
+    A lap is one or more consecutive steps of one rank. `laps` contains one list for each lap since
+    the last report, with these elements:
 
     - the rank
     - the first step
     - one past the last step
-    - the ages of the start and the end (two elements)
-    - the times spent on waiting, on checkpoints and on data (three elements)
+    - how long ago the lap started and how long ago it ended, in us (two elements)
+    - the time spent on waiting, on checkpoints and on data, in us (three elements)
 
-    `ranks` holds one list per rank:
+    `ranks` contains one list per rank:
 
     - the rank
-    - the step (-1: none)
-    - the age of the last sign of progress in ms (-1: none)
-    - the step of the last checkpoint saved (-1: none)
+    - the current step (-1: none)
+    - the time since the last sign of progress in ms (-1: none)
+    - the step of the last saved checkpoint (-1: none)
     - the number of checkpoints loaded
-    - the times spent on waiting, on checkpoints and on data in the unfinished step, in us (three
+    - the time spent on waiting, on checkpoints and on data in the unfinished step, in us (three
       elements)
     """
 
@@ -178,17 +178,17 @@ class Laps:
 class Standings:
     """An event: a node reports the state of its ranks in `resilient.run`.
 
-    `ranks` holds one list for each rank whose state has changed:
+    `ranks` contains one list for each rank whose state has changed:
 
     - the rank
-    - the code of the rank's state
+    - the numeric code of the rank's state
     - the rank's epoch
-    - the first step of the epoch
-    - whether the first step is repeated
-    - the time since the rank was ready, in ms
-    - the time at which the rank was ready, in ns on the node's monotonic clock; only for the rank's
-      own black box
-    - the epoch that the rank is entering together with joining ranks; 0 if none
+    - the first step of that epoch
+    - how many steps are repeated
+    - how long ago the rank became ready, in ms
+    - when the rank became ready, in ns on its node's monotonic clock; comparable only with the
+      timestamps in the rank's own black box
+    - the epoch with joining ranks that the rank is entering; 0 if none
     """
 
     attempt: int
@@ -199,7 +199,7 @@ class Standings:
 class Unkillable:
     """An event: a worker survived SIGKILL.
 
-    `why` is the worker's wait channel or the kernel's error.
+    `why` explains why the worker still exists; see `node.unkillable.why_it_lives`.
     """
 
     attempt: int
@@ -209,7 +209,7 @@ class Unkillable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpPart:
-    """An event: a part of a rank's dump. The parts of a dump are sent in order."""
+    """An event: one part of a rank's dump. The parts of a dump are sent in order."""
 
     incident: int
     rank: int
@@ -236,7 +236,7 @@ class Idle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopAsked:
-    """An event: the user sent this node's launcher a signal that ends the job."""
+    """An event: the user sent this node's launcher a signal that stops the job."""
 
     number: int
 
@@ -250,7 +250,7 @@ class Left:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A status client's request for the job's state. Each request gets one answer."""
+    """A status client's request for the job's state, to which the coordinator replies once."""
 
     version: int = VERSION
 
@@ -269,7 +269,7 @@ class Statuses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckIn:
-    """An event: a node joins the checks that precede a job. The node listens on `port`."""
+    """An event: a node joins the checks before a job, and listens on `port`."""
 
     host: str
     port: int
@@ -281,7 +281,7 @@ class CheckIn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tock:
-    """The answer to `Tick`: this node's wall-clock time."""
+    """The reply to `Tick`: this node's wall-clock time."""
 
     number: int
     wall_ns: int
@@ -289,7 +289,7 @@ class Tock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaysTried:
-    """The answer to `TryWays`: [host, error] for each node.
+    """The reply to `TryWays`: one [host, error] pair for each node.
 
     The error is "" if the node was reached.
     """
@@ -299,7 +299,7 @@ class WaysTried:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probed:
-    """The findings of one `Probe`, in order; each is the text form of a `probes.Finding`."""
+    """The reply to `Probe`: one finding per task, in order, each packed with `Finding.pack`."""
 
     number: int
     findings: list[str]
@@ -316,7 +316,7 @@ Event = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Welcome:
-    """The first answer to a greeting. It contains the host's settings, which apply to all nodes."""
+    """The reply to a greeting, with the host's settings, which apply to all nodes."""
 
     token: str  # identifies the session at the next connection
     received: int
@@ -326,7 +326,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseBeat:
-    """A host's heartbeat to a node. `echo` is the number of the reply that it acknowledges."""
+    """A host's heartbeat to a node. `echo` is the stamp of the node's last reply (0: none)."""
 
     term: int
     host: str
@@ -346,7 +346,7 @@ class Entrust:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
-    """An elector's answer to `Poll`."""
+    """An elector's reply to `Poll`."""
 
     term: int
     granted: bool
@@ -385,8 +385,8 @@ class Start:
 class Stop:
     """A command: signal the running workers, and kill those still running after the grace period.
 
-    Only the first `Stop` of an attempt takes effect. If `urgent`, the node does not wait until an
-    incident has been collected. The ranks in `hung` are killed after a second.
+    Only the first `Stop` of an attempt signals the workers. If `urgent`, the node does not wait
+    until an incident has been collected. The ranks in `hung` are killed after one second.
     """
 
     number: int
@@ -397,7 +397,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """A command: send SIGKILL to workers that are still running."""
+    """A command: send SIGKILL to all workers that are still running."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -412,7 +412,7 @@ class KillRanks:
 class Replace:
     """A command: start a process to replace a lost rank.
 
-    The folder of the lost rank is renamed and kept.
+    The lost rank's folder is kept under another name.
     """
 
     attempt: int
@@ -432,7 +432,7 @@ class Collect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClearUp:
-    """A command: end processes left behind by workers, forward pending output, and send `Idle`."""
+    """A command: end processes that workers left behind, flush their output, and send `Idle`."""
 
     attempt: int
 
@@ -446,7 +446,7 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Over:
-    """A command: end this node's launcher with `exit_code`, because the job is over."""
+    """A command: exit this node's launcher with `exit_code`, because the job is over."""
 
     exit_code: int
     ended_by: str
@@ -455,7 +455,7 @@ class Over:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TellStatus:
-    """A command: send a `Statuses` message to a status client."""
+    """A command: report this node's ranks to a status client in a `Statuses` message."""
 
     visitor: str
 
@@ -473,23 +473,23 @@ class JobShown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """A command: send `Tock` at once."""
+    """A command: reply with `Tock` at once."""
 
     number: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryWays:
-    """A command: try to connect to each address in a list of [host, address, port]."""
+    """A command: try to connect to several places, each given as [host, address, port]."""
 
     places: list[list[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """A command: run several probes at the same time, and send `Probed`.
+    """A command: run several probes at the same time, and reply with `Probed`.
 
-    Each task is the text form of a `probes.Task`.
+    Each task is packed with `Task.pack`.
     """
 
     number: int
@@ -514,13 +514,13 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def pack(message: Event | Command) -> bytes:
-    """Return a message as bytes."""
+    """Serialize a message."""
     data: bytes = msgpack.packb([type(message).__name__, asdict(message)], use_bin_type=True)
     return data
 
 
 def unpack(data: bytes) -> Event | Command:
-    """Return the message that was encoded by `pack`.
+    """Deserialize a message that was serialized by `pack`.
 
     Raises:
         LaunchError: the bytes are not a valid message.
@@ -542,7 +542,11 @@ _PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": 
 
 
 def _check(annotation: object, value: object) -> None:
-    """Check that a value has the type of a field, which is a plain type or a list, even nested."""
+    """Check that a value has the type of its field: a plain type, or a possibly nested list of one.
+
+    Raises:
+        TypeError: the value has another type.
+    """
     name, depth = str(annotation), 0
     while name.startswith("list["):
         name, depth = name[5:-1], depth + 1

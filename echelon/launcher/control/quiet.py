@@ -1,7 +1,7 @@
-"""Import gRPC with its stderr messages disabled.
+"""Import gRPC with its messages to stderr disabled.
 
-The launcher reports connection problems itself. If the user has set GRPC_VERBOSITY, that value is
-kept.
+The launcher reports connection problems itself. A value of GRPC_VERBOSITY that the user has set is
+respected.
 """
 
 from __future__ import annotations

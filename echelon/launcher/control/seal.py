@@ -1,8 +1,8 @@
 """Authenticate messages with the job's secret, and reject replayed messages.
 
 Each side sends a fresh nonce. The key for each direction is derived from the secret and both
-nonces. A frame is `counter u64, MAC 32 bytes, body`. The MAC is HMAC-SHA256 over the counter and
-the body. The counter of each frame must follow the counter of the previous frame.
+nonces. A frame consists of a u64 counter, a 32-byte MAC and the body. The MAC is an HMAC-SHA256 of
+the counter and the body. The counter must increase by one with each frame.
 
 Frames are authenticated but not encrypted. Use TLS outside a trusted network.
 """
@@ -22,12 +22,12 @@ _MAC_BYTES = 32
 
 
 def new_nonce() -> bytes:
-    """Return fresh random bytes for one session."""
+    """Return a random nonce for one session."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 class Seal:
-    """The keys and counters with which one side of a session seals and opens frames.
+    """One side's keys and counters for sealing and opening the frames of a session.
 
     Args:
         secret: the job's secret.
@@ -46,16 +46,13 @@ class Seal:
         self._received = 0
 
     def close(self, body: bytes) -> bytes:
-        """Return a sealed frame that contains `body`.
-
-        Frames must be sealed in the order in which they are sent.
-        """
+        """Seal `body` and return the frame. Frames must be sealed in the order of sending."""
         counter = _COUNTER.pack(self._sent)
         self._sent += 1
         return counter + hmac.new(self._mine, counter + body, hashlib.sha256).digest() + body
 
     def open(self, frame: bytes) -> bytes:
-        """Check a frame's seal and return the frame's body.
+        """Authenticate a frame and return its body.
 
         Raises:
             LaunchError: the frame was not sealed by a member of the job, or is out of order.

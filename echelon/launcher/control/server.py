@@ -1,12 +1,12 @@
 """Connect the coordinator to all nodes and status clients through a gRPC server on its own thread.
 
-Each node and each status client has one stream. If a stream breaks, the node may reconnect and
-continue its session. The node is lost once its machine refuses connections to the life sign, or
-once the node has been silent for too long. Silence is measured by a clock that stops while the
+Each node and each status client has one stream. If a node's stream breaks, the node may reconnect
+and resume its session. A node counts as lost once its machine refuses connections to its life sign,
+or once it has been silent for too long. Silence is measured on a clock that stops while the
 server's process is not running.
 
-Every frame must prove that its sender knows the job's secret. Nodes that send faster than the
-coordinator can handle have to wait.
+Every frame is authenticated with the job's secret. If messages arrive faster than the coordinator
+can handle them, the nodes have to wait.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ _LOOK_S = 1.0  # the longest delay in detecting a loss if beats are rarer
 
 
 class ControlServer:
-    """A server at `address` (host:port) that puts events into `events` as (node, event).
+    """A server at `address` (host:port) that puts each received event into `events`.
 
     Args:
-        tls: the certificates, or None for plain connections.
-        lost_after_s: the silence after which a node is lost, in seconds.
-        answer: a function that returns the reply to a `Poll` or `Renew`, and None for any other
-            message. The server's thread calls it.
+        events: the mailbox for received events, as (node, event) pairs.
+        tls: the certificates; None for unencrypted connections.
+        lost_after_s: how long a node may be silent before it counts as lost, in seconds.
+        answer: returns the reply to a `Poll` or `Renew`, or None for any other message. Called on
+            the server's thread.
         is_open: whether this node hosts the job. If not, the server only answers polls.
-        beat_s: the interval at which both sides send a message, in seconds.
+        beat_s: the longest interval between two messages from either side, in seconds.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -111,19 +112,21 @@ class ControlServer:
             raise LaunchError(f"cannot serve at {address}: {self._problems[0]}")
 
     def send(self, node: str, command: Command) -> None:
-        """Send a command without blocking. A command to a node that has left is dropped."""
+        """Send a command to a node. Does not block; drops the command if the node has left."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, node, command)
 
     def hang_up(self, node: str) -> None:
-        """End a node's session once all pending messages have been sent."""
+        """End a node's session once all pending messages have been delivered."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, node, None)
 
     def open(self, *, is_open: bool) -> None:
         """Start or stop admitting nodes.
 
-        If `is_open` is False, all sessions end and the server only answers polls.
+        Args:
+            is_open: whether to admit nodes. If False, all sessions end, and the server only answers
+                polls.
         """
         self._is_open = is_open
         if not is_open:
@@ -136,7 +139,7 @@ class ControlServer:
             member.wake.set()
 
     def close(self) -> None:
-        """End all sessions, after waiting up to 10 s for pending messages to be sent."""
+        """End all sessions. Waits up to 10 s for pending messages to be delivered."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_CLOSE_S)
@@ -189,7 +192,7 @@ class ControlServer:
         await server.stop(_GRACE_S)
 
     async def _tick(self) -> None:
-        """Request heartbeats from all nodes, and drop nodes that have fallen silent."""
+        """Send heartbeats to all nodes when due, and drop nodes that have been silent too long."""
         while True:
             await asyncio.sleep(self._look_s)
             now_s = self._loop.time()
@@ -204,7 +207,7 @@ class ControlServer:
     async def _room(self) -> None:
         """Wait until the coordinator has caught up with its messages.
 
-        A single task polls on behalf of all waiting nodes.
+        A single task does the polling for all waiting nodes.
         """
         if self._has_room is None:
             self._has_room = self._loop.create_task(self._poll_for_room())
@@ -219,7 +222,7 @@ class ControlServer:
         return self._lived.at(self._loop.time())
 
     def _is_silent(self, member: _Member) -> bool:
-        """Return whether a node has been silent for so long that it is considered lost."""
+        """Return whether a node has been silent for so long that it counts as lost."""
         return self._now_lived_s() - member.heard_s > self._lost_after_s
 
     async def _session(
@@ -267,12 +270,12 @@ class ControlServer:
             self._events.put((member.name, greeting))
 
     def _member_of(self, hello: Event | Command) -> _Member:
-        """Return the member that a stream belongs to, according to the stream's first message.
+        """Return the member to which a stream belongs, as identified by its first message.
 
         Raises:
-            _TryAgainError: an earlier session of the peer has not ended yet, or this node may be
-                about to host the job.
-            LaunchError: the message cannot start a session or resume one.
+            _TryAgainError: the peer's previous session has not ended yet, or this node does not
+                host the job but may be about to.
+            LaunchError: the message can neither start nor resume a session.
         """
         if not self._is_open:
             why = "this node does not host the job"
@@ -337,7 +340,7 @@ class ControlServer:
                     self._lose(member, why)
 
     async def _await_return(self, member: _Member) -> None:
-        """Wait for a disconnected node to reconnect; drop the node once it is lost."""
+        """Wait for a disconnected node to reconnect; drop it once it counts as lost."""
         pause_s = _FIRST_LOOK_S
         while True:
             await asyncio.sleep(pause_s)
@@ -393,11 +396,11 @@ class ControlServer:
 
 
 class _TryAgainError(LaunchError):
-    """A greeting cannot be accepted yet; the peer should try again."""
+    """The server cannot accept a greeting yet; the peer should try again."""
 
 
 class _Member:
-    """A node or a status client, tracked across reconnections."""
+    """The state of a node or status client, kept across reconnections."""
 
     def __init__(self, name: str, greeting: Event, heard_s: float, *, can_resume: bool) -> None:
         self.name = name
@@ -419,18 +422,18 @@ class _Member:
         self.is_silent = False
 
     def note_sent(self, now_s: float) -> None:
-        """Record that a frame was sent; a frame also serves as a heartbeat."""
+        """Record that a frame was sent, which also serves as a heartbeat."""
         self.owes_beat = False
         self.sent_s = now_s
 
     def fall_silent(self) -> None:
-        """End the connection of a node that has been silent for too long."""
+        """End the connection, because the node has been silent for too long."""
         if self.tasks and not self.is_silent:
             self.is_silent = True
             self.tasks[1].cancel()
 
     def take_over(self) -> None:
-        """End the previous connection, now that a new one replaces it."""
+        """End the previous connection, because a new one replaces it."""
         self.stream += 1
         if self.awaiting is not None:
             self.awaiting.cancel()

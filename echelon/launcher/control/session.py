@@ -1,8 +1,8 @@
-"""Keep the state of a session across reconnections. This module uses no socket and no clock.
+"""Keep the state of a session across reconnections, without using sockets or clocks.
 
-Messages are numbered and kept until the other side has acknowledged them. When a connection breaks,
-the session continues on the next connection, and no message is lost or delivered twice. The amount
-of unacknowledged data is bounded.
+Messages are numbered, and kept until the peer has acknowledged them. If a connection breaks, the
+session continues on the next one, and no message is lost or delivered twice. The amount of sent but
+unacknowledged data is bounded.
 
     frame: u64 number (0: no message; 2^64 - 1: this side is closing), u64 number of the last
            message received, message
@@ -35,21 +35,21 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all queued messages have been sent."""
+        """Whether all queued messages have been sent on the current connection."""
         return self._num_sent == len(self._kept)
 
     @property
     def is_delivered(self) -> bool:
-        """Whether the other side has acknowledged all messages."""
+        """Whether the peer has acknowledged all messages."""
         return not self._kept
 
     def owe_acknowledgement(self) -> None:
-        """Arrange to acknowledge the received messages, so that the peer can end its session."""
+        """Make `owes_acknowledgement` True, so that the peer can end its session."""
         self._unacknowledged_bytes = _ACK_BYTES
 
     @property
     def owes_acknowledgement(self) -> bool:
-        """Whether the peer may be waiting for an acknowledgement."""
+        """Whether an acknowledgement should be sent, because the peer may be waiting for one."""
         return self._unacknowledged_bytes >= _ACK_BYTES
 
     def put(self, message: bytes) -> None:
@@ -58,7 +58,7 @@ class Session:
         self._kept.append((self._last, message))
 
     def frame(self) -> bytes | None:
-        """Return the next frame, or None if there is nothing to send at the moment."""
+        """Return the next frame to send, or None if nothing can be sent at the moment."""
         if self.is_idle or self._sent_bytes >= WINDOW_BYTES:
             return None
         number, message = self._kept[self._num_sent]
@@ -75,7 +75,7 @@ class Session:
         return self._head(_GOODBYE)
 
     def take(self, frame: bytes) -> bytes | None:
-        """Handle a received frame; return its message, or None if the frame has no new message.
+        """Process a received frame; return its message, or None if it contains no new message.
 
         Raises:
             LaunchError: a message is missing, or the bytes are not a valid frame.
@@ -96,7 +96,11 @@ class Session:
         return frame[_HEADER.size :]
 
     def resume(self, received: int) -> None:
-        """Continue on a new connection: resend the messages that the peer has not received."""
+        """Continue on a new connection, and resend the messages that the peer has not received.
+
+        Args:
+            received: the number of the last message that the peer has received.
+        """
         self._drop(received)
         self._num_sent = self._sent_bytes = 0
 

@@ -1,7 +1,7 @@
 """Provide TLS for the control plane, with the user's own certificates.
 
-TLS keeps messages secret and lets a node authenticate the host. The host needs a certificate. If
-the host also has the CA's certificate, every node must present a certificate too.
+TLS encrypts the messages and lets a node authenticate the host. The host needs a certificate. If
+the host also has a CA certificate, every node must present a certificate too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """The contents of PEM files; None if a file was not given."""
+    """The contents of the PEM files; None for a file that was not given."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False)
@@ -45,10 +45,10 @@ class TlsFiles:
 
 
 def tls_files(args: argparse.Namespace, meeting: Rendezvous | None) -> TlsFiles | None:
-    """Read the certificate files given on the command line; return None if no file is given.
+    """Read the certificate files given on the command line; return None if none are given.
 
     Raises:
-        ValueError: a file is missing, or cannot be read.
+        ValueError: a required file was not given, or a file cannot be read or is not a PEM file.
     """
     found: dict[str, bytes | None] = {}
     for name in ("cert", "key", "ca"):

@@ -1,1 +1,1 @@
-"""Coordinate a job from its hosting node."""
+"""Run the coordinator, which decides for all nodes of a job and runs on the hosting node."""

@@ -1,4 +1,4 @@
-"""Derive a job's report and exit code from how its last world ended."""
+"""Determine what ended a job, and its exit code, from how its last world ended."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from echelon.launcher.job.report import EXIT_STALL, Report, exit_code
 def conclude(
     world: World, end: EndAttempt, report: Report, stop_signal: int
 ) -> tuple[EndedBy, int]:
-    """Complete the report after a job's last world.
+    """Fill in the report once the job's last world has ended.
 
     Args:
         stop_signal: the signal that the user sent to end the job; 0 for none.
 
     Returns:
-        The event that ended the job, and the exit code of its launchers.
+        What ended the job, and the exit code for all of its launchers.
     """
     if not end.failed:
         for incident in report.incidents:

@@ -1,14 +1,14 @@
 """Coordinate a job: gather the nodes, start worlds, collect incidents, and end the job.
 
-The coordinator runs on the node that owns the endpoint, in the agent's loop. It communicates with
-all nodes, including its own, only through messages. Pure classes make the decisions, and the
-coordinator carries them out. `Roster` decides which nodes take part, `decide.Attempt` derives
-actions from a world's events, and `StallRule` detects stalls. `Restarting` decides how long a
-restart waits for the verdict.
+The coordinator runs on the node that owns the endpoint, in the agent's event loop. It communicates
+with all nodes, including its own, only through messages. Pure classes make the decisions, and the
+coordinator carries them out: `Roster` decides which nodes take part, `decide.Attempt` turns a
+world's events into actions, `StallRule` detects stalls, and `Restarting` decides how long a restart
+waits for the verdict.
 
-A stop signal is sent to the ranks even while an incident is being collected. Only the end of an
-attempt waits for the incident. Failures are ordered by their arrival at the coordinator, never by a
-clock.
+The user's stop signal is forwarded to the ranks at once, even while an incident is being collected.
+Only the end of an attempt waits for the incident. Failures are ordered by when they reach the
+coordinator, never by timestamps.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ Send = Callable[[str, m.Command], None]
 class Coordinator:
     """The coordinator of a job.
 
-    Call `take` for each message, and call `step` after messages and at deadlines.
+    Call `take` for each message. Call `step` after handling messages and whenever `deadline_s`
+    passes.
 
     Args:
-        succession: the host's part in the succession; None for a job without failover.
+        succession: manages this host's lease and mandate; None for a job without failover.
         observers: the objects that report on the job but make no decisions.
     """
 
@@ -185,13 +186,13 @@ class Coordinator:
         return min(due, world.attempt.deadline_s or float("inf"))
 
     def close(self) -> None:
-        """End the analyses that are still running."""
+        """Terminate any analyses that are still running."""
         self._verdicts.close()
 
     # ---- what comes in ----
 
     def take(self, node: str, event: m.Event) -> None:
-        """Handle a message that a node has sent."""
+        """Handle a message from a node."""
         if isinstance(event, m.Hello):
             self._join(node, event)
         elif isinstance(event, m.Left):
@@ -302,7 +303,7 @@ class Coordinator:
         self._tell(present, m.TellStatus(visitor=visitor))
 
     def _stop(self, node: str, number: int) -> None:
-        """Handle a user's stop signal: either the job ends, or only the signalled node leaves."""
+        """Handle a stop signal from the user: end the job, or let only the signalled node leave."""
         world = self._world
         is_host = node == self._options.node_name
         if not is_host and (world is None or node not in world.nodes):
@@ -332,11 +333,11 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, ended: Mapping[int, int], error: str = "") -> None:
-        """Record that several ranks ended at the same time.
+        """Handle the end of one or more ranks that ended at the same time.
 
         Args:
-            ended: the exit code of each rank, or LOST.
-            error: the reason why the ranks could not be started; "" if they were started.
+            ended: the exit code of each rank that ended, or LOST.
+            error: why the ranks could not be started; "" if they were started.
         """
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
         joiners = [rank for rank in ended if self._replacements.is_joining(world, rank)]
@@ -357,7 +358,7 @@ class Coordinator:
             self._note_survived(world)
 
     def _note_survived(self, world: World) -> None:
-        """Treat a stall as over, because the other ranks continue after the loss of a rank."""
+        """Treat any current stall as over: a rank was lost, and the other ranks continue."""
         self._stalls.note_loss()
         if self._hung.is_killing:  # the stall lasts until the last of its ranks has ended
             return
@@ -414,7 +415,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time on a clock that stops while this process is not running."""
+        """Return the current time on a clock that stops while this process is not running."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:
@@ -431,7 +432,7 @@ class Coordinator:
             self._decide(world, decide.StallSeen(stall.reason))
 
     def _look_early(self, world: World) -> None:
-        """Collect an incident if an operation has exceeded its learned limit."""
+        """Collect an early incident if an operation is taking longer than its learned limit."""
         was_reported = world.limits.is_reported
         early = world.look_early(self._lived_ns())
         if world.rule.is_stalled or world.attempt.phase is not decide.Phase.RUNNING:
@@ -471,7 +472,7 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send heartbeats; stop the job and return True if this node may no longer host it."""
+        """Send heartbeats; if this node may no longer host the job, stop it and return True."""
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -487,7 +488,7 @@ class Coordinator:
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Take over a job after its host was lost."""
+        """Resume a job whose former host was lost, from that host's mandate."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)
@@ -513,7 +514,7 @@ class Coordinator:
             self.take(name, event)
 
     def _explain_waiting(self, now_s: float) -> None:
-        """Print what the job is waiting for, if it has been waiting for a while."""
+        """If the job has been waiting for a while, print what it is waiting for."""
         why = self._why_waiting()
         if not why:
             self._waits_since_s, self._next_reason_s = now_s, now_s + _EXPLAIN_S
@@ -574,7 +575,7 @@ class Coordinator:
         self._store_died = bool(how)
 
     def _act_all(self, world: World) -> None:
-        """Carry out the pending actions. A new incident waits until the current one is complete."""
+        """Carry out the pending actions, except those that must wait for the current incident."""
         waiting: deque[decide.Action] = deque()
         while self._todo:
             action = self._todo.popleft()
@@ -613,7 +614,7 @@ class Coordinator:
         self._remember()
 
     def _remember(self) -> None:
-        """Send all decisions and findings to the other nodes, in case one of them takes over."""
+        """Send all decisions and findings to the other nodes, so that any of them can take over."""
         if self._probing.is_over:
             self._restarting.suspected = None
         if self._succession is not None:
@@ -649,7 +650,7 @@ class Coordinator:
         )
 
     def _starts(self, world: World) -> dict[str, m.Start]:
-        """Return the command that starts the ranks of each node of a world."""
+        """Return, for each node of a world, the command that starts the node's ranks."""
         starts = starts_of(
             world, self._options, self._meeting,
             job_id=self._report.job_id, restart=self._report.attempts,
@@ -658,7 +659,7 @@ class Coordinator:
         return dict(zip(world.nodes, starts, strict=True))
 
     def _free_nodes(self) -> list[Node]:
-        """Return the connected nodes that run no ranks of the current world and may run some."""
+        """Return the connected nodes that are not part of the current world but may join it."""
         world = self._world
         if world is None:
             return []
@@ -666,7 +667,7 @@ class Coordinator:
         return [node for node in self._roster.nodes if node.name not in taken]
 
     def _start_joining(self, world: World, node: str, epoch: int, lives: Sequence[int]) -> None:
-        """Start processes on a node that replace its ranks, which another node has lost."""
+        """Start replacement processes on a node for ranks that were lost with another node."""
         start = self._starts(world)[node]
         self._send(node, dataclasses.replace(start, join_after=epoch, lives=list(lives)))
 
@@ -707,10 +708,10 @@ class Coordinator:
             self._tell(world.nodes, m.ClearUp(attempt=world.number))
 
     def _post_lost(self, world: World) -> None:
-        """Tell ranks which wait for the ranks of a lost node that these will not answer.
+        """Notify the remaining ranks that the ranks of a lost node will never respond.
 
-        A rank inside a collective does not react to SIGTERM if it handles the signal to save its
-        state, so it would wait for the whole grace period.
+        A rank that handles SIGTERM to save its state cannot act on the signal while it is blocked
+        in a collective. Without this notice, it would wait there for the whole grace period.
         """
         ranks = world.ranks_lost_for_good
         if not ranks:
@@ -754,7 +755,7 @@ class Coordinator:
             self._say(f"{here} of {low} required nodes connected; waiting for more")
 
     def _note_cleared(self, world: World, end: decide.EndAttempt) -> None:
-        """Report, once per world, that the world has been cleaned up."""
+        """Report to the observers, once per world, that all of the world's processes have ended."""
         if not world.is_reported:
             world.is_reported = True
             how = end.ended_by.value
@@ -762,7 +763,7 @@ class Coordinator:
             self._observers.tell(told)
 
     def _check_verdicts(self, now_s: float) -> None:
-        """Conclude the job once its incidents are explained or the deadline has passed."""
+        """Conclude the job once every incident has its verdict or the deadline has passed."""
         assert self._ending is not None
         world, end = self._ending
         stopped_by_user = self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
@@ -772,7 +773,7 @@ class Coordinator:
         self._conclude(world, end)
 
     def _restart(self, world: World, end: decide.EndAttempt) -> bool:
-        """Decide whether another attempt follows, and print the reason."""
+        """Return whether another attempt follows, and print the reason."""
         if world.unkillable or self._stop_signal:
             return False
         follows = self._restarting.decide(world, end)
@@ -792,7 +793,7 @@ class Coordinator:
         self._finish(ended_by, code)
 
     def _note_stopped(self) -> None:
-        """Report the step at which the last attempt stopped, if any attempt was made."""
+        """Report the step at which the last attempt stopped; do nothing if none was started."""
         if self._latest < 0:
             return
         stopped = where_it_stopped(self._run, self._latest)

@@ -1,23 +1,23 @@
-"""Derive the next actions of an attempt from its events, without clocks, processes or sockets.
+"""Turn an attempt's events into actions, without using clocks, processes or sockets.
 
     RUNNING --a worker fails--> SETTLING --0.5 s, or all ended--> STOPPING --backstop--> KILLING
        |                                                             ^                     |
        +--a lasting stall (with `stop`), a signal, a node leaving----+          30 s: give up
        +--all succeeded--> over                     all ended in any phase: over <---------+
 
-After the first failure there is a pause, in which the other ranks can report how they ended. A
-second failure does not extend the pause. The pause ends early once all workers have ended. It does
-not end early if the first failure was due to a stop signal from outside, because a scheduler may be
-stopping every process on a node.
+The first failure starts a short pause (SETTLING) in which the other ranks can report how they
+ended. A second failure does not extend the pause. The pause ends early once all workers have ended,
+unless the first worker was killed by a stop signal from outside the job: a scheduler may then be
+stopping every process on the node.
 
-If a worker is lost and the others continue, the phase does not change. An incident is collected
-after a pause of the same length. A process that replaces a lost worker does not count as a worker
-until it has been admitted. If the process ends before that, nothing changes for the workers. If no
-worker is left, the process is dismissed.
+If a worker is lost and the others continue, the phase does not change, and an incident is collected
+after a pause of the same length. A process that replaces a lost worker (a joiner) does not count as
+a worker until it has been admitted. If a joiner ends before that, the workers are not affected. If
+no worker is left, the joiners are dismissed.
 
-Each node times the grace period between SIGTERM and SIGKILL on its own. The coordinator's backstop
-exists only for nodes that do not kill their workers in time. A second request to stop may change
-the outcome but not the grace period.
+Each node enforces the grace period between SIGTERM and SIGKILL on its own. The coordinator's
+backstop exists only for nodes that do not kill their workers in time. A second stop request may
+change the job's outcome but not the grace period.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GIVE_UP_S = 35.0  # after SIGKILL; a node reports its unkillable ranks somewhat 
 
 
 class Phase(Enum):
-    """The state of an attempt."""
+    """The phases of an attempt."""
 
     RUNNING = "running"
     SETTLING = "settling"
@@ -43,7 +43,7 @@ class Phase(Enum):
 
 
 class EndedBy(Enum):
-    """The kind of event that ended the job, as written in `report.json`."""
+    """What ended the job, as written to `report.json`."""
 
     WORKER = "worker"
     STALL = "stall"
@@ -75,21 +75,21 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class JoinerStarted:
-    """An event: a process was started to replace a lost worker, or could not join in time."""
+    """An event: a process that replaces a lost worker was started, or its admission withdrawn."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerAdmitted:
-    """An event: the process that replaced a lost worker has become a worker."""
+    """An event: a process that replaces a lost worker was admitted, and now counts as a worker."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerEnded:
-    """An event: the process that replaces a lost worker ended before it was admitted."""
+    """An event: a process that replaces a lost worker ended before it was admitted."""
 
     rank: int
 
@@ -103,7 +103,7 @@ class StallSeen:
 
 @dataclass(frozen=True, slots=True)
 class SlowSeen:
-    """An event: no rank is active, and an operation is taking longer than its history suggests."""
+    """An event: no rank is active, and an operation is taking longer than its learned limit."""
 
     reason: str
 
@@ -113,9 +113,9 @@ class StallExamined:
     """An event: the incident for a stall is complete.
 
     Attributes:
-        lasts: whether no rank has made progress since the incident began.
-        hung: the ranks that hang in their own code. If the attempt ends, they are given little
-            time, because the other ranks are waiting for them and cannot end properly until then.
+        lasts: whether the stall persists, i.e. no rank has made progress since the incident began.
+        hung: the ranks that hang in their own code. If the attempt ends, they get only a short
+            grace period, because the other ranks cannot shut down cleanly while they wait for them.
     """
 
     lasts: bool
@@ -124,7 +124,7 @@ class StallExamined:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """An event: the user sent a launcher a signal that ends the job."""
+    """An event: the user sent a launcher a signal that stops the job."""
 
     number: int
 
@@ -154,9 +154,9 @@ class CollectIncident:
     """An action: collect and analyse an incident.
 
     Attributes:
-        is_early: whether a learned limit triggered the incident. Such an incident does not stop any
-            rank.
-        lost: the ranks that failed, if the attempt continues without them.
+        is_early: whether the incident was triggered by a learned limit, before the stall timeout.
+            An early incident never stops any rank.
+        lost: the lost ranks, if the attempt continues without them; () otherwise.
     """
 
     kind: str
@@ -170,7 +170,7 @@ class StopWorkers:
     """An action: send all workers a stop signal, and kill them after the grace period.
 
     Attributes:
-        urgent: whether to stop without waiting until an incident has been collected.
+        urgent: whether to stop at once instead of waiting for an incident to be collected.
         hung: the ranks that get only a short grace period.
     """
 
@@ -204,7 +204,7 @@ Action = CollectIncident | StopWorkers | KillWorkers | DismissJoiners | EndAttem
 
 
 class Attempt:
-    """The state of one attempt, from the start of its workers to `EndAttempt`."""
+    """The state machine of one attempt, from the start of its workers to `EndAttempt`."""
 
     def __init__(self, world_size: int, *, grace_s: float, stop_on_stall: bool) -> None:
         self._running = set(range(world_size))
@@ -229,7 +229,7 @@ class Attempt:
         return bool(self._losses)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """Return the actions that an event requires, in the order in which to take them."""
+        """Handle an event; return the actions to carry out, in order."""
         if self.phase is Phase.OVER:
             return []
         if isinstance(event, WorkerEnded):
@@ -265,7 +265,7 @@ class Attempt:
         return []
 
     def _over_if_last(self) -> list[Action]:
-        """Return the actions to take if no worker is left, not counting joining processes."""
+        """Return the actions that are due if no admitted worker is running any more."""
         if not self._running:
             return [] if self._may_be_stopped else self._over()
         if self.phase is Phase.RUNNING and self._running == self._joining:
@@ -273,7 +273,7 @@ class Attempt:
         return []
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
-        """Record the loss of a worker. An incident is collected after a short pause."""
+        """Record the loss of a worker; its incident is collected after a short pause."""
         self._running.discard(event.rank)
         if not event.is_explained:
             if not self._losses:
@@ -290,7 +290,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """Whether the failure may be due to a scheduler that is stopping the whole node."""
+        """Whether a scheduler may be stopping the whole node, which would explain the failure."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS

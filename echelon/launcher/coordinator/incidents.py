@@ -1,8 +1,8 @@
 """Collect one job's incidents from the nodes, start their analysis, and show the verdicts.
 
 Only one incident is collected at a time. An incident that cannot be written to disk is reported and
-dropped. A stall that has been examined is reported to the attempt, because the stall may end the
-attempt.
+dropped. Once the incident of a stall has been collected, the attempt is notified, because a stall
+that persists may end the attempt.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Incidents:
 
     Args:
         node_name: the name of this node.
-        tell: a function that sends a command to nodes.
-        examined: a function that is called with each examined stall and its incident, or None if no
+        tell: sends a command to several nodes.
+        examined: called after each stall has been examined, with its incident, or with None if no
             incident was kept.
-        observers: the objects that report on the job.
-        stalls_end: whether a lasting stall ends the job's ranks.
+        observers: the observers to notify.
+        stalls_end: whether ranks are stopped if a stall persists.
     """
 
     def __init__(
@@ -87,17 +87,17 @@ class Incidents:
         return frozenset() if self._collection is None else frozenset(self._collection.waiting)
 
     def deadline_s(self) -> float:
-        """Return the time at which to stop waiting for dumps."""
+        """Return the deadline for the nodes' dumps."""
         return float("inf") if self._collection is None else self._collection.deadline_s
 
     def hurry(self) -> None:
-        """Shorten the wait for the nodes after the user has asked the job to stop."""
+        """Bring the deadline for dumps forward, because the user has asked the job to stop."""
         if self._collection is not None:
             hurried_s = time.monotonic() + _HURRIED_S
             self._collection.deadline_s = min(self._collection.deadline_s, hurried_s)
 
     def note_lost(self, node: str) -> None:
-        """Stop waiting for a lost node."""
+        """Stop waiting for the dumps of a lost node."""
         if self._collection is not None:
             self._collection.waiting.discard(node)
 
@@ -107,7 +107,7 @@ class Incidents:
             self._collection.note_harvested(node, event)
 
     def note_progress(self, world: World) -> None:
-        """Record that the current or latest stall has cleared."""
+        """Record that the current or most recent stall has cleared."""
         self._observers.tell(StallCleared(attempt=world.number))
         if self._collection is not None:
             self._collection.is_overtaken = True
@@ -120,7 +120,7 @@ class Incidents:
         self._say("stall cleared: ranks are making progress again")
 
     def note_loss(self, world: World) -> None:
-        """Record that the current or latest stall ended with the loss of a rank.
+        """Record that the current or most recent stall ended with the loss of a rank.
 
         The verdict on the stall is still shown, because it may explain the loss.
         """
@@ -133,14 +133,14 @@ class Incidents:
             stall.recovered = stall.is_survived = True
 
     def _last_stall(self, world: World) -> Incident | None:
-        """Return the last stall of an attempt, even if it is over."""
+        """Return the most recent stall of an attempt, even if it is over; None if there is none."""
         stalls = (one for one in reversed(self._report.incidents) if one.kind == "stall")
         return next((one for one in stalls if one.attempt == world.number), None)
 
     def covers_stall(self) -> bool:
-        """Return whether a new stall belongs to the incident that is being collected.
+        """Return whether a new stall is part of the incident that is being collected.
 
-        If nodes recover one after another, the remaining nodes look like a new stall.
+        When nodes recover one after another, those still stalled are detected as a new stall.
         """
         collection = self._collection
         if collection is None or collection.kind != "stall" or collection.is_early:
@@ -163,7 +163,7 @@ class Incidents:
         """Request dumps from all nodes.
 
         Args:
-            set_aside: the result of `Replacements.set_aside` for the lost ranks.
+            set_aside: what `Replacements.set_aside` returned for the lost ranks.
         """
         self._observers.tell(
             IncidentBegan(
@@ -214,7 +214,7 @@ class Incidents:
         self._tell(list(self._collection.waiting), collect)
 
     def _early_look(self, world: World, action: decide.CollectIncident) -> Incident | None:
-        """Return the early incident of the current stall, or None."""
+        """Return the early incident that this incident continues, or None."""
         last = self._report.incidents[-1] if self._report.incidents else None
         is_stall = action.kind == "stall" and not action.is_early
         if last is None or not (is_stall and last.is_early and last.attempt == world.number):
@@ -222,7 +222,7 @@ class Incidents:
         return None if last.recovered else last
 
     def _add(self, incident: Incident, former: Incident | None) -> None:
-        """Add an incident to the report, replacing the early incident that it continues."""
+        """Add an incident to the report; it replaces the early incident that it continues."""
         if former is None:
             self._report.incidents.append(incident)
             return
@@ -239,7 +239,7 @@ class Incidents:
             self._give_up(world, err)
 
     def is_complete(self, now_s: float) -> bool:
-        """Return whether the current incident is complete or its deadline has passed."""
+        """Return whether all dumps of the current incident have arrived or its deadline passed."""
         return self._collection is not None and self._collection.is_complete(now_s)
 
     def finish(self, world: World) -> None:
@@ -287,7 +287,7 @@ class Incidents:
         *,
         is_early: bool,
     ) -> None:
-        """Report an examined stall to its attempt.
+        """Report an examined stall to its attempt, unless it is an early incident.
 
         An early incident never ends an attempt.
         """

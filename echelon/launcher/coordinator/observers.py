@@ -1,7 +1,8 @@
-"""Report a job's events to observers, which keep statistics, send notices and serve metrics.
+"""Notify observers of a job's events.
 
-An observer makes no decisions. Observers are called on the coordinator's own thread, so they must
-not block. An observer that raises an exception is removed, and the job continues.
+Observers keep statistics, send notices and serve metrics, but make no decisions. They are called on
+the coordinator's own thread, so they must not block. An observer that raises an exception is
+removed, and the job continues.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from echelon.launcher.job.report import Incident
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptBegan:
-    """The nodes were told to start their ranks; `hosts` maps each rank to its host name."""
+    """The nodes were told to start their ranks. `hosts` maps each rank to its host name."""
 
     attempt: int
     restart: int  # how many attempts there were before
@@ -34,7 +35,7 @@ class RankEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IncidentBegan:
-    """Ranks have failed, or are making no progress; `kind` is "failure" or "stall"."""
+    """Ranks have failed or stalled. `kind` is "failure" or "stall"."""
 
     attempt: int
     kind: str
@@ -51,14 +52,14 @@ class StallCleared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictKnown:
-    """The analysis of an incident has ended, with or without a verdict."""
+    """The analysis of an incident has finished, with or without a verdict."""
 
     incident: Incident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """An attempt has continued without the ranks that it lost. `line` is the printed message."""
+    """An attempt continues without the ranks that it lost. `line` is the printed message."""
 
     attempt: int
     line: str
@@ -66,7 +67,7 @@ class Continued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReplaced:
-    """A new process was admitted to replace a lost rank."""
+    """A replacement process for a lost rank was admitted."""
 
     attempt: int
     rank: int
@@ -84,7 +85,7 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restarting:
-    """Another attempt follows. `decision` is the printed message."""
+    """The job is restarting with another attempt. `decision` is the printed message."""
 
     attempt: int  # the one that ended
     decision: str
@@ -118,7 +119,7 @@ class Observers:
     """All observers of one job.
 
     Args:
-        say: a function that prints a line, called once for each observer that fails.
+        say: prints a line for the user; called once for each observer that fails.
     """
 
     def __init__(self, say: Callable[[str], None], observers: Sequence[Observer] = ()) -> None:

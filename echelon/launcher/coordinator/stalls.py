@@ -1,9 +1,9 @@
-"""Decide when a lasting stall ends the attempt under `--on-stall restart` or `replace`.
+"""Decide when a persistent stall ends the attempt under `--on-stall restart` or `replace`.
 
 The decision waits for the verdict. If the verdict's cause may be temporary, such as a slow rank or
-a broken link, the stall is given some time to clear. If a restart leads to the same stall again,
-the new stall is given more time. If a checkpoint was being written before the ranks began to wait
-for it, that time counts.
+a broken link, the ranks get some time to make progress. If a restart leads to the same stall again,
+they get more time. If a checkpoint was already being written before the ranks began to wait for it,
+that time is deducted.
 
 Under `replace`, hung ranks are killed if the attempt can continue without them (`HungRanks`).
 """
@@ -27,15 +27,15 @@ _CANNOT_SAVE = (*OWN_HANGS, "storage_stall")  # so that the culprits need no gra
 
 
 class Stalls:
-    """A job's current stall, from its examination until it clears.
+    """A job's current stall, from its examination until it clears or ends the attempt.
 
     Args:
-        is_open: a function that returns whether an incident is still waiting for its verdict.
-        end: a function that ends the attempt because of a stall.
-        say: a function that prints a line.
-        hung: the object that kills the culprits of a stall under `--on-stall replace`.
-        look: a function that processes the latest reports from ranks. It may call `note_progress`.
-        begin_again: a function that declares the current stall over.
+        is_open: returns whether an incident is still waiting for its verdict.
+        end: ends the attempt because of a stall.
+        say: prints a line for the user.
+        hung: kills the culprits of a stall under `--on-stall replace`.
+        look: processes the latest reports from the ranks; may call `note_progress`.
+        begin_again: declares the current stall over.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class Stalls:
     def on_examined(
         self, world: World, event: StallExamined, incident: Incident | None, now_s: float
     ) -> None:
-        """Handle an examined stall.
+        """Handle a stall whose incident has been collected.
 
-        `incident` is the stall's incident; None if it could not be kept.
+        Args:
+            incident: the stall's incident; None if it could not be saved.
         """
         if not (event.lasts and self._asks):
             self._end(world, event)
@@ -96,9 +97,9 @@ class Stalls:
         self._culprits = ()
 
     def note_loss(self) -> None:
-        """Forget the stall after the loss of a rank, because the remaining ranks continue.
+        """Forget the stall after a rank was lost, because the remaining ranks continue.
 
-        Ranks that still hang will cause a new stall.
+        If some of these still hang, they will cause a new stall.
         """
         self._forget()
 
@@ -112,7 +113,7 @@ class Stalls:
         return min(self._until_s, self._hung.deadline_s())
 
     def step(self, now_s: float) -> None:
-        """End the stalled ranks once the verdict or the elapsed time requires it."""
+        """End the attempt, or kill its hung ranks, once the verdict or a timeout calls for it."""
         undead = self._hung.undead(now_s)
         if undead is not None and undead[1].attempt.phase is Phase.RUNNING:
             line, world = undead
@@ -174,5 +175,5 @@ class Stalls:
 
     @property
     def _patience_s(self) -> float:
-        """Return how long this stall may last. The time grows if earlier stalls did not clear."""
+        """How long this stall may last, in seconds; doubles with each stall that did not clear."""
         return self._least_patience_s * float(2 ** min(self._num_in_vain, _MAX_DOUBLINGS))

@@ -16,12 +16,12 @@ from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostEarlier:
-    """The ranks whose loss an attempt had survived before an event.
+    """The losses that an attempt had survived before a given event.
 
     Attributes:
-        ranks: for each lost rank, the first epoch that excludes the rank.
-        since_mono_ns: the time at which the current epoch began; 0 if no rank was lost.
-        since_there_ns: the start of the current epoch on the clocks of other nodes, keyed by rank.
+        ranks: for each lost rank, the first epoch without that rank.
+        since_mono_ns: when the epoch of the event began; 0 if no rank had been lost.
+        since_there_ns: when that epoch began for each rank on another node, by that node's clock.
     """
 
     ranks: Mapping[int, int] = field(default_factory=dict)
@@ -34,20 +34,21 @@ class World:
     """The state of an attempt, from `Start` until every node is idle.
 
     Attributes:
-        nodes: each node's ranks.
-        hosts: each node's host name.
+        nodes: the ranks of each node.
+        hosts: the host name of each node.
         lost: the nodes that were lost.
-        owes_notice: whether ranks are being stopped and do not know yet which others are lost.
-        leaving: the signal with which each leaving node was asked to stop.
-        unkillable: why ranks survived SIGKILL, keyed by rank.
-        end: how the attempt ended, once all workers have ended.
-        clearing: the nodes that are not idle yet, once all workers have ended.
-        is_reported: whether the end of all processes has been reported to the observers.
-        epochs: when the first rank of each complete epoch was ready, on the monotonic clock.
-        epochs_there: when ranks on other nodes were ready, on their own nodes' clocks, keyed by
-            epoch.
-        published: for each lost rank, the first epoch that excludes the rank, even if the epoch is
-            not complete.
+        owes_notice: whether the ranks are being stopped but have yet to be notified of lost ranks.
+        leaving: for each node that is leaving, the signal that its launcher received.
+        unkillable: for each rank that survived SIGKILL, the reason.
+        end: how the attempt ended; None until all workers have ended.
+        clearing: the nodes that are not idle yet; None until all workers have ended.
+        is_reported: whether the observers have been notified that all processes have ended.
+        epochs: for each complete epoch, when its first rank was ready, on the monotonic clock in
+            ns.
+        epochs_there: for each complete epoch, when each rank on another node was ready, by that
+            node's clock.
+        published: for each lost rank, the first epoch without that rank, even if the epoch is not
+            complete yet.
     """
 
     number: int
@@ -85,13 +86,13 @@ class World:
         report_s: float = 0.0,
         now_mono_ns: int | None = None,
     ) -> World:
-        """Return the attempt on the given nodes.
+        """Create a new attempt on the given nodes.
 
         Args:
             nodes: the nodes in rank order.
-            report_s: the longest time between two reports from a node whose ranks are running.
-            now_mono_ns: the current time on the clock that measures the ranks' progress; None means
-                the monotonic clock.
+            report_s: the longest interval between two reports from a node whose ranks are running.
+            now_mono_ns: the current time on the clock by which the ranks' progress is measured;
+                None means the monotonic clock.
         """
         now_mono_ns = time.monotonic_ns() if now_mono_ns is None else now_mono_ns
         counts = [node.num_workers for node in nodes]
@@ -129,7 +130,7 @@ class World:
 
     @property
     def ranks_lost_for_good(self) -> list[int]:
-        """The ranks that were lost with their nodes, and without which no rank can continue."""
+        """The ranks that were lost with their nodes and whose loss the attempt does not survive."""
         lost = {rank for node in self.lost for rank in self.nodes[node]}
         return sorted(
             rank
@@ -167,18 +168,23 @@ class World:
         since_mono_ns: int,
         since_there_ns: Mapping[int, int] | None = None,
     ) -> None:
-        """Record that the other ranks continue without the lost ranks."""
+        """Record a complete epoch, in which the other ranks continue without the lost ranks.
+
+        Args:
+            since_mono_ns: when the first rank of the epoch was ready, on the monotonic clock.
+            since_there_ns: when each rank on another node was ready, by that node's clock.
+        """
         self.epochs[epoch] = since_mono_ns
         self.epochs_there[epoch] = since_there_ns or {}
         for rank in lost:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
     def admit(self, rank: int) -> tuple[Ended, int]:
-        """Count a lost rank as running again; return the values to pass to `take_back`."""
+        """Count a lost rank as running again; return what `take_back` needs to undo this."""
         return self.ended.pop(rank), self.published.pop(rank)
 
     def move_ranks(self, lost: str, node: Node) -> None:
-        """Let another node run the ranks of a lost node."""
+        """Assign the ranks of a lost node to another node."""
         names = {name: node.name if name == lost else name for name in self.nodes}
         self.nodes = {names[name]: ranks for name, ranks in self.nodes.items()}
         self.hosts[node.name] = node.host
@@ -187,7 +193,7 @@ class World:
         self._node_of.clear()
 
     def take_back(self, rank: int, ended: Ended, epoch: int) -> None:
-        """Count a rank as lost again after `admit` counted it as running."""
+        """Undo `admit`: count a rank as lost again."""
         self.ended[rank] = ended
         self.published[rank] = epoch
 
@@ -196,11 +202,12 @@ class World:
         return rank in self.ended and rank in self.published
 
     def lost_earlier(self, own: Collection[int], *, is_stall: bool = False) -> LostEarlier:
-        """Return the losses that had been fully handled before an event.
+        """Return the losses that the attempt had already survived before an event.
 
         Args:
-            own: the ranks whose loss is the event itself.
-            is_stall: whether the event is a stall.
+            own: the ranks whose loss is the event; () for any other event.
+            is_stall: whether the event is a stall. Losses whose epoch is not complete yet then
+                count as well.
         """
         ends = [self.ended[rank].epoch for rank in own if self.ended[rank].epoch]
         end = min(ends, default=max(self.epochs, default=0) + 1)
@@ -214,7 +221,7 @@ class World:
         )
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
-        """Store a node's new report about its ranks."""
+        """Store a node's latest report about its ranks."""
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
         self._sights.pop(_folded(self.nodes[node].start), None)
@@ -260,19 +267,19 @@ class World:
         return self.rule.look(list(self._sights.values()), now_mono_ns)
 
     def begin_again(self, now_mono_ns: int) -> None:
-        """Count a reported stall as over, because the ranks continue after a loss."""
+        """Treat a reported stall as over, because the ranks continue after a loss."""
         self.rule.begin_again(now_mono_ns)
         self.limits.begin_again(now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return the early examination that is due, or None."""
+        """Return the early examination of an unusually slow operation, if one is due, or None."""
         return self.limits.look([self._views.get(node) for node in self.present], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
         """Explain why an incident has no dump of a rank.
 
         Args:
-            late: the nodes that have not sent all their dumps.
+            late: the nodes whose dumps did not all arrive in time.
         """
         node = self.node_of(rank)
         lost, is_late = node in self.lost, node in late
@@ -281,7 +288,7 @@ class World:
 
 
 def _folded(first_rank: int) -> int:
-    """Return the key for a node's combined row. No rank has this number."""
+    """Return the key of a node's combined row, a negative number that differs from all ranks."""
     return -1 - first_rank
 
 

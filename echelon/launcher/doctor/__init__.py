@@ -1,1 +1,1 @@
-"""Check this machine and the nodes of a job (`echelon doctor`)."""
+"""Implement `echelon doctor`, which checks this machine and the nodes of a job."""

@@ -1,8 +1,8 @@
-"""Check the nodes before a job: their connections, versions, clocks and links.
+"""Check the nodes of a job before it starts: their connections, software versions and clocks.
 
 Every node runs `echelon doctor` with the options that it will pass to `echelon run`. The nodes
-connect to the endpoint, as they do in a job. Then each node connects to a free port on every other
-node.
+connect to the endpoint, as they do in a job. Then each node opens a free port, to which every other
+node connects.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def check_nodes(
 ) -> Iterator[Result]:
     """Take part in the checks; yield the results, which are the same on all nodes.
 
-    This function waits up to `timeout_s` for the nodes to connect, and then about 30 s for the
-    answers.
+    Waits up to `timeout_s` for the nodes to connect, and then about 30 s for their answers.
 
     Args:
-        folder: the folder in which this node keeps the job's files.
-        measure: a measurement that the host runs; the results are sent to all nodes.
+        folder: the folder in which this node will keep the job's files.
+        measure: further measurements, which only the host runs. Their results are sent to all
+            nodes.
     """
     with contextlib.closing(Listener(token := new_token())) as listener:
         about = m.CheckIn(
@@ -103,7 +103,7 @@ def check_nodes(
 
 
 class Host:
-    """The node that owns the endpoint, requests the checks and combines the answers."""
+    """The node that owns the endpoint; it requests the checks and combines the answers."""
 
     def __init__(self, meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None) -> None:
         self._events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -136,12 +136,13 @@ class Host:
     def probe(
         self, number: int, tasks: Sequence[tuple[Member, Sequence[Task]]], limit_s: float
     ) -> dict[str, m.Probed]:
-        """Run probes on several members at once; return the answers, keyed by session name.
+        """Run probes on several members at once; return their answers, keyed by session name.
 
-        A member that has not answered after `limit_s` seconds is missing from the result.
+        Members that do not answer within `limit_s` seconds are missing from the result.
 
         Args:
-            number: the number of the request, which must be different for each call.
+            number: the number of the request, which must be unique.
+            tasks: each member with the probes that it has to run.
         """
         deadline_s = time.monotonic() + limit_s
         asked = {member.name for member, _ in tasks if member.name}
@@ -174,9 +175,9 @@ class Host:
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
     ) -> tuple[str, T] | None:
-        """Return the next event of type `kind` for which `fits` is true, or None at the deadline.
+        """Wait for the next event of type `kind` for which `fits` is true, and drop earlier events.
 
-        Earlier events are dropped.
+        Return None if no such event arrives before the deadline.
         """
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._events.fileno()], [], [], left_s)
@@ -189,9 +190,9 @@ class Host:
         return None
 
     def _compare_clocks(self, node: Member) -> None:
-        """Measure a node's clock offset in several exchanges, of which only the fastest is used.
+        """Measure a node's clock offset in several exchanges, and keep that of the fastest one.
 
-        The node is assumed to have read its clock in the middle of that exchange.
+        The node is assumed to have read its clock at the midpoint of the exchange.
         """
         for number in range(_NUM_TICKS):
             sent_ns = time.time_ns()
@@ -263,10 +264,10 @@ class Host:
 def _take_part(
     meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None, timeout_s: float
 ) -> Iterator[Result]:
-    """Answer the host's requests until the host has sent the results.
+    """Answer the host's requests until the results arrive, and yield them.
 
     Raises:
-        LaunchError: the host cannot be reached, or was lost.
+        LaunchError: the host cannot be reached, was lost, or did not send the results in time.
     """
     link = GrpcLink(meeting.address, meeting.secret, about, timeout_s, tls=tls)
     deadline_s = time.monotonic() + timeout_s * 2 + _WAYS_S * 2
@@ -294,10 +295,10 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run the probes that the host requests; block until the latest deadline at most.
+    """Run the probes that the host requests. Blocks until the latest of their deadlines at most.
 
     Raises:
-        LaunchError: the host sent anything but a request for probes.
+        LaunchError: the request is malformed.
     """
     try:
         tasks = [Task.unpack(text) for text in probe.tasks]
@@ -307,7 +308,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Compare the versions on all nodes. If the versions differ, yield one result per node."""
+    """Compare the software versions on all nodes; if they differ, yield one result per node."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")
@@ -329,7 +330,10 @@ def _versions() -> list[list[str]]:
 
 
 def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Try to connect to all places; return each host with its error, which is "" on success."""
+    """Try to connect to each place, given as [host, address, port]; return (host, error) pairs.
+
+    The error is "" on success.
+    """
     whole = [place for place in places if len(place) == 3 and place[2].isdecimal()]
     with concurrent.futures.ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
         words = pool.map(lambda place: _try(place[1], int(place[2])), whole)

@@ -1,7 +1,7 @@
-"""Check for resources and permissions that a container may lack.
+"""Check for resources and permissions that are often missing in a container.
 
 Each check returns a `Check` and never raises. If something is missing, the text names the container
-option that would provide it.
+option that provides it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _yama_scope() -> int:
 
 
 def pid_namespace_check() -> Check:
-    """Check whether this process shares the host's pid namespace."""
+    """Check whether this process runs in the host's own PID namespace."""
     inode = pid_namespace()
     if not inode:
         return Check("pids", "not permitted to read the PID namespace")
@@ -83,7 +83,7 @@ def pid_namespace_check() -> Check:
 
 
 def limits_check() -> Check:
-    """Check the memory and process limits of this process's control groups."""
+    """Check the memory and process limits of the control groups that this process belongs to."""
     denied: list[str] = []
     found = limits(os.getpid(), denied)
     if denied:
@@ -142,7 +142,7 @@ def _home(uid: int) -> str:
 
 
 def temporary_folder() -> Check:
-    """Check that a folder for temporary files exists."""
+    """Check that there is a writable folder for temporary files."""
     try:
         folder = tempfile.gettempdir()
         free = shutil.disk_usage(folder).free

@@ -1,7 +1,7 @@
-"""`echelon doctor`: check whether this machine is fit for a job.
+"""Run `echelon doctor`: check whether this machine is fit for a job.
 
 Each check prints one line. If --rdzv-endpoint is given on every node, the nodes also check the
-links between them. With --pairwise, the nodes measure these links.
+links between them. With --pairwise, they measure these links too.
 
 A check is a function that returns a `Check` and never raises. The backends are checked in a child
 process, because importing them imports torch.
@@ -51,9 +51,9 @@ _NODES_S = 60.0  # for the other nodes to start their doctors
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit code.
+    """Run `echelon doctor`; return the exit code.
 
-    The exit code is 1 if something needs attention, and 2 for bad usage.
+    The exit code is 1 if something needs attention, and 2 for a usage error.
     """
     parser = Parser(prog="echelon doctor", description="Check this machine before a job.")
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Prepare the checks across nodes. Without an endpoint, nothing is checked.
+    """Return the checks across nodes; the iterator is empty if no endpoint is given.
 
     Raises:
         ValueError: the options are invalid or incomplete.
@@ -142,13 +142,13 @@ def _checks(endpoint: str | None) -> Iterator[Check]:
 
 
 def python() -> Check:
-    """Report the interpreter and the package version."""
+    """Report the Python interpreter and the version of echelon."""
     version = ".".join(map(str, sys.version_info[:3]))
     return Check("python", f"{version} ({sys.executable}), echelon {__version__}")
 
 
 def cores() -> Check:
-    """Report how many cores this process may use."""
+    """Report how many CPU cores this process may use."""
     return Check("cores", f"{usable_cores()} usable of {os.cpu_count() or 0}")
 
 
@@ -180,7 +180,7 @@ def host_name() -> Check:
 
 
 def loopback_port() -> Check:
-    """Check that a port can be bound and reached."""
+    """Check that a port on the loopback interface can be bound and reached."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             start = time.perf_counter()
@@ -192,7 +192,7 @@ def loopback_port() -> Check:
 
 
 def shared_memory() -> Check:
-    """Check the size of /dev/shm, which holds the rings while a job runs."""
+    """Check the free space in /dev/shm, where the rings are kept while a job runs."""
     if file_system(_SHM) != "tmpfs":
         return Check(
             "shared memory",
@@ -215,7 +215,7 @@ def shared_memory() -> Check:
 
 
 def removes_at_logout(uid: int, user: str) -> bool:
-    """Return whether logind empties a user's part of /dev/shm at logout (RemoveIPC)."""
+    """Return whether logind removes a user's files from /dev/shm at logout (RemoveIPC)."""
     if uid < _FIRST_USER or not Path("/run/systemd/seats").exists():
         return False
     if (_LINGER / user).exists():
@@ -233,7 +233,10 @@ def removes_at_logout(uid: int, user: str) -> bool:
 
 
 def run_directory() -> Check:
-    """Check where runs/ is stored and how much space is free there."""
+    """Check the file system, the free space and the permissions of the working directory.
+
+    The run directories are created there by default.
+    """
     try:
         kind, free = file_system(Path.cwd()), shutil.disk_usage(Path.cwd()).free
     except OSError as err:
@@ -246,14 +249,14 @@ def run_directory() -> Check:
 
 
 def clock() -> Check:
-    """Check that the monotonic clock has a fine enough resolution to order operations."""
+    """Check that the resolution of the monotonic clock is fine enough to order operations."""
     resolution = time.clock_getres(time.CLOCK_MONOTONIC)
     wall = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return Check("clock", f"monotonic to {resolution * 1e9:.0f} ns; wall {wall}", resolution < 1e-4)
 
 
 def pidfd() -> Check:
-    """Check that the kernel supports pidfds, which are descriptors for processes."""
+    """Check that pidfds (file descriptors that refer to processes) are available."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as err:
@@ -271,7 +274,7 @@ def memfd() -> Check:
 
 
 def proc() -> Check:
-    """Check that /proc contains the files that echelon reads to explain failures."""
+    """Check that the files in /proc that echelon needs to explain failures can be read."""
     denied = sample(os.getpid()).not_permitted
     if denied:
         return Check(
@@ -281,7 +284,7 @@ def proc() -> Check:
 
 
 def stacks() -> Check:
-    """Check how the ranks' stacks can be read."""
+    """Check by which method the ranks' stacks can be read."""
     first = getattr(signal, "SIGRTMIN", None)
     if first is None or not hasattr(faulthandler, "register"):
         asked = "this platform has no real-time signals: verdicts will lack stacks"

@@ -1,4 +1,4 @@
-"""Print the output of `echelon doctor`: lines as they arrive, or one JSON object at the end."""
+"""Print the results of `echelon doctor`: line by line, or as one JSON object at the end."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Shown:
         self._outcome: Outcome | None = None
 
     def check(self, check: Check) -> None:
-        """Print a check."""
+        """Add the result of a check, and print it unless the output is JSON."""
         self._is_fit &= check.ok
         self._checks.append(check)
         mark = " " if check.ok else "!"
         self._print(f"{mark} {check.name:<15} {check.text}")
 
     def outcome(self, outcome: Outcome) -> None:
-        """Print the measurements of links and nodes."""
+        """Add the measurements of links and nodes, and print them unless the output is JSON."""
         self._is_fit &= outcome.is_whole
         self._outcome = outcome
         for line in lines(outcome):
             self._print(line)
 
     def end(self, backends: Sequence[str]) -> int:
-        """Print the remaining output; return the exit code."""
+        """Print the state of the backends, or the JSON object; return the exit code."""
         for line in backends:
             self._print(line)
         if self._is_json:

@@ -1,1 +1,1 @@
-"""Replace a lost hosting node by an election among the remaining nodes."""
+"""Elect a new hosting node among the remaining nodes after the hosting node is lost."""

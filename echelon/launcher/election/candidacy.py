@@ -1,9 +1,9 @@
-"""Find the new host after a host is lost, or stand for election.
+"""Find the new host after the host is lost, or stand for election.
 
-A node first asks whether a majority would vote for it. Only then does it ask for votes. The
-electors start at staggered times, in rank order, so the first remaining elector usually wins
-immediately. If the votes are split, each candidate waits for a different time before it tries
-again. A node that is not an elector does nothing but ask which node is the host.
+An elector first asks the others whether a majority would vote for it (a pre-vote). Only then does
+it ask for binding votes. The electors start at staggered times, in rank order, so the first
+remaining elector usually wins at once. If the votes are split, the candidates try again after
+delays of different lengths. A node that is not an elector only asks which node is the host.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ _ASK_S = 0.3
 
 
 class Candidacy:
-    """A node's search for a host after the loss of the former host.
+    """A node's search for a host after its former host is lost.
 
     Args:
-        lost_term: the lost host's term. A host of an earlier term is not accepted, and a host of
-            the same term is accepted only after a delay.
+        elector: decides how this node votes.
+        lost_term: the term of the lost host. A host of an earlier term is not accepted, and a host
+            of the same term only after a delay.
 
     Attributes:
-        found: the endpoint and name of the host that was found; None until then.
-        is_elected: whether a majority of the electors voted for this node.
-        was_early: whether an elector voted before its promise to the former host had expired.
+        found: the endpoint and name of the host that was found; None if none was found yet.
+        is_elected: whether a majority of the electors have voted for this node.
+        was_early: whether any elector voted for this node before its promise to the former host had
+            expired.
     """
 
     def __init__(self, elector: Elector, lost_term: int, now_s: float) -> None:
@@ -52,7 +54,7 @@ class Candidacy:
 
     @property
     def term(self) -> int:
-        """The term for which this node stands for election."""
+        """The term for which this node asks for votes."""
         assert self._asked is not None
         return self._asked.term
 
@@ -61,7 +63,7 @@ class Candidacy:
         return self._next_ask_s
 
     def due(self, now_s: float) -> Canvass | None:
-        """Return the request to send to all other electors now, or None if no request is due."""
+        """Return the request that is due to be sent to all other electors now, or None."""
         if self.is_elected or self.found is not None or now_s < self._next_ask_s:
             return None
         self._next_ask_s = now_s + _ASK_S
@@ -77,7 +79,7 @@ class Candidacy:
         return asked
 
     def _sound_out(self, now_s: float) -> Canvass:
-        """Ask the electors whether they would vote for this node; their answers are not binding."""
+        """Begin a round of non-binding requests, and return the request to send."""
         elector = self._elector
         self._latest_term = max(self._latest_term, elector.term)
         asked = Canvass(
@@ -90,7 +92,7 @@ class Candidacy:
         return asked
 
     def _stand(self, now_s: float) -> None:
-        """Stand for election, and vote for this node."""
+        """Begin a round of binding requests, in which this node votes for itself."""
         elector, sounded = self._elector, self._asked
         assert sounded is not None
         asked = Canvass(

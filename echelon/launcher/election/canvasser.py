@@ -9,14 +9,14 @@ from echelon.launcher.election.questions import Questions
 
 
 class Canvasser:
-    """A client that polls electors. Each answer is put into `votes` as (elector, poll, vote)."""
+    """A client that polls electors, and puts each vote into `votes` as (elector, poll, vote)."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._questions = Questions(secret, tls)
         self.votes: Mailbox[tuple[str, Poll, Vote]] = Mailbox()
 
     def ask(self, name: str, endpoint: str, poll: Poll) -> None:
-        """Ask the elector `name` at "host:port", without blocking."""
+        """Send a poll to the elector `name` at `endpoint` (host:port). Does not block."""
 
         def take(answer: Event | Command) -> None:
             if isinstance(answer, Vote):
@@ -25,6 +25,6 @@ class Canvasser:
         self._questions.ask(endpoint, poll, take)
 
     def close(self) -> None:
-        """Stop the thread. Waits up to 3 s for the thread to end."""
+        """Stop the client's thread. Waits up to 3 s for it to end."""
         self._questions.close()
         self.votes.close()

@@ -1,10 +1,12 @@
 """Decide how an elector votes.
 
-With every heartbeat, an elector promises the host not to vote for another node for a while. This
-promise ends early only if the host's machine shows that the launcher is gone.
+With each heartbeat that it receives, an elector promises the host not to vote for another node for
+a certain time. The promise ends early only if the host's machine refuses connections, which proves
+that the launcher has exited.
 
 An elector votes for only one candidate per term, and rejects a candidate whose mandate is older
-than its own. An elected host therefore knows every change that took effect.
+than its own. The mandate of an elected host is therefore at least as recent as the last version
+that took effect.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ VOTE_S = 1.5  # how long a granted vote binds, so that the winner can announce i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canvass:
-    """A node's request for an elector's vote and for the name of the job's host.
+    """A node's request to an elector for its vote and for the name of the current host.
 
     Attributes:
-        term: the term in which the node would be the host.
+        node: the name of the node that asks.
+        term: the term in which that node would be the host.
         version: the version of the mandate that the node holds.
-        is_binding: whether the answer commits the elector. A node sends non-binding requests first.
+        is_binding: whether a granted vote binds the elector. A node first sends requests that are
+            not binding.
     """
 
     node: str
@@ -38,11 +42,10 @@ class Answer:
 
     Attributes:
         term: the latest term that the elector knows.
-        granted: whether the elector votes for the candidate in the requested term.
-        early: whether the elector grants its vote before its promise to the former host has
-            expired.
-        host: the node that the elector considers the host; "" if it knows no host.
-        endpoint: that host's endpoint.
+        granted: whether the elector votes for the node in the requested term.
+        early: whether the elector votes although its promise to the former host has not expired.
+        host: the node that the elector considers to be the host; "" for none.
+        endpoint: the endpoint of that host.
     """
 
     term: int
@@ -53,11 +56,11 @@ class Answer:
 
 
 class Elector:
-    """The state that determines how one node votes.
+    """The state by which one node decides how to vote.
 
     Args:
         name: the node's own name.
-        promise_s: how long a heartbeat from the host binds the elector, in seconds.
+        promise_s: how long the elector's promise lasts after each heartbeat, in seconds.
     """
 
     def __init__(self, name: str, promise_s: float) -> None:
@@ -78,12 +81,12 @@ class Elector:
         return (-1, -1) if self.mandate is None else self.mandate.version
 
     def free_s(self, now_s: float) -> float:
-        """Return how many seconds remain until this elector may vote."""
+        """Return how many seconds remain until this elector may vote for a node."""
         promised_s = float("-inf") if self._released else self._promised_until_s
         return max(0.0, promised_s - now_s, self._bound_until_s - now_s)
 
     def on_beat(self, term: int, host: str, now_s: float) -> bool:
-        """Handle a host's heartbeat; return False if this elector knows of a later host."""
+        """Handle a heartbeat; return False if its sender is no longer the host."""
         if term < self.term or (self.host and term == self.term and host != self.host):
             return False
         self.term, self.host = term, host
@@ -94,7 +97,7 @@ class Elector:
         return True
 
     def on_mandate(self, mandate: Mandate) -> None:
-        """Store a mandate, unless this elector knows a later mandate or a later host."""
+        """Store a mandate, unless this elector knows a later mandate or a later term."""
         if mandate.term >= self.term and mandate.version > self.version:
             self.mandate = mandate
             if self.name in mandate.electors:
@@ -105,13 +108,13 @@ class Elector:
 
         Args:
             is_dead: whether the host's machine refuses connections, which proves that the launcher
-                is gone.
+                has exited.
         """
         self.host = ""
         self._released = self._released or is_dead
 
     def on_canvass(self, asked: Canvass, now_s: float) -> Answer:
-        """Answer a node that asks for a vote or asks which node is the host."""
+        """Answer a node that asks for a vote and for the name of the current host."""
         if not self._may_vote(asked, now_s):
             return self._answer()
         if not asked.is_binding:

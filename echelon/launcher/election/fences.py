@@ -1,8 +1,8 @@
 """Delay the next world until the ranks of lost nodes are certain to have ended.
 
-If a node's connection breaks, the host probes the node's launcher. If the machine refuses the
-connection, the launcher is gone, and its guard has killed its ranks. If the machine does not
-answer, the ranks may run until the node's permit expires.
+If the connection to a node breaks, the host tries to connect to the node's launcher. If the machine
+refuses the connection, the launcher has exited, and its guard has killed its ranks. If the machine
+does not answer, the ranks may continue to run until the node's permit expires.
 """
 
 from __future__ import annotations
@@ -17,18 +17,28 @@ _PROBE_S = 1.0
 
 
 class Fences:
-    """The fences that a host has set. All times are on the clock of `lease.now_s`."""
+    """The fences of one host. All times are on the clock of `lease.now_s`.
+
+    A fence is a time before which the next world must not begin, because ranks of the former world
+    may still be running.
+    """
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
         self._dead: set[str] = set()
 
     def wait_until(self, name: str, moment_s: float) -> None:
-        """Delay the next world until `moment_s` or later."""
+        """Add a fence under a name: the next world must not begin before `moment_s`."""
         self._until_s[name] = max(moment_s, self._until_s.get(name, moment_s))
 
     def lose(self, name: str, endpoint: str, permit_ends_s: float, now_s: float) -> None:
-        """Fence a lost node, and start checking whether its launcher is dead."""
+        """Fence a lost node, and check in the background whether its launcher has exited.
+
+        Args:
+            name: the node's name.
+            endpoint: the "host:port" of its launcher; "" if unknown.
+            permit_ends_s: the time until which its ranks may run.
+        """
         if permit_ends_s <= now_s:
             return
         self._dead.discard(name)
@@ -40,7 +50,7 @@ class Fences:
             ).start()
 
     def until_s(self) -> float:
-        """Return the time at which the last fence ends."""
+        """Return the time before which the next world must not begin."""
         return max(
             (until for name, until in self._until_s.items() if name not in self._dead),
             default=float("-inf"),

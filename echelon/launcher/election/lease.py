@@ -1,4 +1,4 @@
-"""Keep two worlds from running at once, by means of leases and permits.
+"""Ensure that two worlds never run at the same time, by means of leases and permits.
 
     host                                  node
     beat n at h        ------------->     promise: no vote for another host until now + P
@@ -8,8 +8,9 @@
     beat n+1, echo s,  ------------->     permit: its ranks may run until s + remaining
     remaining lease
 
-No node reads another node's clock. The lease is measured on the host's clock, and the permit on the
-node's clock. Both periods start when a message is sent, so a delayed answer can only shorten them.
+Timestamps of different nodes are never compared: the lease is measured on the host's clock, and the
+permit on the node's clock. Both start when a message is sent, so a delayed reply can only shorten
+them.
 
 A new host is elected by a majority whose promises have expired. By then, the former host's lease
 and all permits have expired too, and the ranks of the former world are dead or are being killed.
@@ -26,7 +27,7 @@ _BEATS_PER_LEASE = 8
 
 
 def now_s() -> float:
-    """Return the time, in seconds, of a clock that keeps running while the machine is suspended."""
+    """Return the time, in seconds, on a clock that also advances while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -36,11 +37,11 @@ def beat_interval_s(promise_s: float) -> float:
 
 
 class Lease:
-    """The host's right to run a world. The lease lasts as long as a majority of the electors reply.
+    """The host's right to run a world, which it keeps while a majority of the electors reply.
 
     Args:
         name: the host's own name.
-        promise_s: how long an elector keeps its promise, in seconds.
+        promise_s: how long an elector's promise lasts, in seconds.
     """
 
     def __init__(self, name: str, promise_s: float) -> None:
@@ -67,10 +68,11 @@ class Lease:
     def remaining_s(
         self, electorates: Sequence[Sequence[str]], now_s: float, *, without: str = ""
     ) -> float:
-        """Return how many more seconds the lease lasts, or 0 if the lease is not valid.
+        """Return how many more seconds the lease is valid; 0 if it has expired.
 
         Args:
-            without: an elector whose replies do not count.
+            electorates: the sets of electors. The lease needs a majority of each set.
+            without: an elector whose replies are ignored.
         """
         return min(self._of(electors, now_s, without) for electors in electorates)
 
@@ -105,7 +107,13 @@ class Permit:
         return self._last
 
     def extend(self, echo: int, remaining_s: float) -> None:
-        """Extend the permit by the time left on the lease when the host received reply `echo`."""
+        """Extend the permit to `remaining_s` seconds after reply number `echo` was sent.
+
+        Args:
+            echo: the number of the reply that the host's heartbeat acknowledges.
+            remaining_s: for how many seconds the host's lease was still valid when the heartbeat
+                was sent.
+        """
         stamped_s = self._stamps.get(echo)
         if stamped_s is not None:
             self.expires_s = max(self.expires_s, stamped_s + remaining_s)

@@ -1,13 +1,13 @@
-"""Define the mandate: the state that a node needs to replace the hosting node.
+"""Define the mandate: the replicated state that a node needs to replace the hosting node.
 
-The host sends every version of the mandate to all nodes. A version takes effect once a majority of
-the electors holds it. The electors are the first nodes of the world in rank order, and there are at
-most nine. To change the electors, the host first writes a mandate that names both the former and
-the next electors. Such a mandate needs a majority of each group (joint consensus).
+The host sends each version of the mandate to all nodes. A version takes effect once a majority of
+the electors hold it. The electors are the host and the next nodes of the world in rank order, at
+most nine in total. To change the electors, the host first writes a mandate that names both the
+former and the next electors. Such a mandate needs a majority of each set (joint consensus).
 
 In a world of two nodes, the host is the only elector, so the other node cannot replace it. If the
-job has a witness, the witness becomes the third elector. The witness also votes in other worlds in
-which an even number of nodes are electors.
+job has a witness, both nodes and the witness are electors. The witness also votes in any other
+world with an even number of electing nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Member:
     """A node of the world, as described by the mandate.
 
     Attributes:
-        endpoint: the "host:port" at which the node answers electors, and serves the job if elected.
+        endpoint: the "host:port" at which the node answers polls, and serves the job if elected.
         num_workers: how many ranks the node runs.
     """
 
@@ -41,17 +41,17 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mandate:
-    """The state of one job at one version.
+    """One version of the replicated state of a job.
 
     Attributes:
-        term: the term of the host that wrote the mandate. Every election begins a later term.
-        index: the number of the mandate within its term.
+        term: the term of the host that wrote this version. Each election begins a later term.
+        index: the number of this version within its term.
         electorates: the sets of electors. A decision needs a majority of each set.
         members: the world's nodes, in rank order.
-        others: the electors that are not in this world but still have a vote.
-        attempt: the number of the world.
+        others: the electors that are not part of this world but still have a vote.
+        attempt: the number of the world's attempt.
         restarts: how many of `--max-restarts` have been used.
-        num_attempts: how many worlds have ended.
+        num_attempts: how many attempts have ended.
         memory: the restart policy's memory, in the format of `policy/memory.py`.
     """
 
@@ -70,21 +70,21 @@ class Mandate:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The version of the mandate; later mandates have greater versions."""
+        """The term and the index; a later mandate has a greater version."""
         return self.term, self.index
 
     @property
     def electors(self) -> tuple[str, ...]:
-        """The names of all electors."""
+        """The names of all electors, each listed once."""
         return tuple(dict.fromkeys(name for one in self.electorates for name in one))
 
     @property
     def survives_host(self) -> bool:
-        """Whether the electors can replace the host after its loss."""
+        """Whether there are enough electors to replace the host if it is lost."""
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:
-        """Return the member or other elector with this name, or None."""
+        """Return the member, other elector or witness with this name, or None."""
         if name == WITNESS and self.witness:
             return Member(name=name, host=name, endpoint=self.witness, num_workers=0, node_rank=-1)
         return next((one for one in (*self.members, *self.others) if one.name == name), None)
@@ -101,9 +101,9 @@ def electors_of(
 
     Args:
         members: the world's nodes, in rank order. A member without an endpoint cannot vote.
-        host: the hosting node, which is always an elector.
-        has_witness: whether the job's witness responds. The witness votes if the number of other
-            electors is even.
+        host: the name of the hosting node, which is always an elector.
+        has_witness: whether the job's witness responds. It becomes an elector if the number of
+            other electors is even.
     """
     others = [one.name for one in members if one.endpoint and one.name != host]
     names = [host, *others[: MAX_ELECTORS - 1]]
@@ -113,19 +113,19 @@ def electors_of(
 
 
 def ballot_of(mandate: Mandate) -> Mandate:
-    """Return the part of a mandate that the witness needs: its electors."""
+    """Return a copy of a mandate with only what the witness needs, in particular the electors."""
     found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
     members = tuple(one for one in found if one is not None)
     return replace(mandate, members=members, others=(), memory="")
 
 
 def pack_mandate(mandate: Mandate) -> bytes:
-    """Return a mandate as bytes."""
+    """Serialize a mandate."""
     return json.dumps(asdict(mandate)).encode()
 
 
 def unpack_mandate(data: bytes) -> Mandate:
-    """Return the mandate that was encoded by `pack_mandate`.
+    """Deserialize a mandate that was serialized by `pack_mandate`.
 
     Raises:
         LaunchError: the bytes are not a valid mandate.

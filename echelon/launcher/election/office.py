@@ -1,9 +1,9 @@
-"""Manage the host's part in the succession: its lease, its mandate and its nodes.
+"""Keep the host's state: its lease, its mandate, and the permits of its nodes.
 
 A world may begin once all three conditions are met:
 
 - A majority of the former electors and a majority of the next electors hold the world's mandate.
-- The host still holds its lease.
+- The host's lease is still valid.
 - Every rank of the previous world is dead, or its permit has expired.
 """
 
@@ -23,8 +23,9 @@ class Beat:
     """A host's heartbeat to a node.
 
     Attributes:
-        echo: the number of the last reply that the host received from the node; 0 if there is none.
-        holds: whether the host's lease remains valid without the witness's replies.
+        echo: the stamp of the last reply that the host received from the node; 0 for none.
+        holds: in a heartbeat to the witness, whether the host's lease is valid even without the
+            witness's replies.
     """
 
     term: int
@@ -39,7 +40,10 @@ class Beat:
 class Reply:
     """A node's reply to a heartbeat or a mandate.
 
-    `version` is the version of the node's mandate.
+    Attributes:
+        number: the number of the heartbeat; 0 if this is the reply to a mandate.
+        stamp: the number of this reply.
+        version: the version of the mandate that the node holds.
     """
 
     term: int
@@ -60,9 +64,9 @@ class Office:
     """The state of the host `name` during one term.
 
     Args:
-        mandate: the mandate from which the host starts. An elected host starts from the former
-            host's mandate.
-        promise_s: how long electors keep their promise, in seconds.
+        mandate: the mandate with which the term begins; for an elected host, that of the former
+            host.
+        promise_s: how long an elector's promise lasts, in seconds.
     """
 
     def __init__(self, name: str, term: int, mandate: Mandate, promise_s: float) -> None:
@@ -79,7 +83,7 @@ class Office:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The connected nodes, except the host itself."""
+        """The names of the connected nodes other than the host itself."""
         return tuple(self._nodes)
 
     # ---- beats ----
@@ -91,7 +95,7 @@ class Office:
         self._next_beat_s = float("-inf")
 
     def remove(self, name: str) -> float:
-        """Forget a node; return the time at which its ranks are certain to be dead."""
+        """Forget a lost node; return the time at which its ranks are certain to be dead."""
         node = self._nodes.pop(name, None)
         return float("-inf") if node is None else node.permit_ends_s + KILL_S
 
@@ -100,7 +104,7 @@ class Office:
         return self._next_beat_s
 
     def beats(self, now_s: float) -> list[tuple[str, Beat]]:
-        """Return the heartbeats that are due, paired with the names of the nodes."""
+        """Return the heartbeats that are due, as (node, heartbeat) pairs."""
         if now_s < self._next_beat_s:
             return []
         self._next_beat_s = now_s + beat_interval_s(self.promise_s)
@@ -108,7 +112,7 @@ class Office:
         return [(name, self._beat(name, number, now_s)) for name in self._nodes]
 
     def beat_to(self, names: Iterable[str], now_s: float) -> list[tuple[str, Beat]]:
-        """Return extra heartbeats that renew the permits of the given nodes."""
+        """Return an extra heartbeat for each of the given nodes, to renew their permits at once."""
         number = self._lease.beat(now_s)
         return [(name, self._beat(name, number, now_s)) for name in names if name in self._nodes]
 
@@ -130,7 +134,7 @@ class Office:
         return lasts and not self.is_deposed
 
     def is_heard(self, name: str, now_s: float) -> bool:
-        """Return whether a node has replied within the duration of a promise."""
+        """Return whether a node has replied within the last `promise_s` seconds."""
         node = self._nodes.get(name)
         return node is not None and now_s - node.replied_s < self.promise_s
 
@@ -148,7 +152,7 @@ class Office:
             node.index = max(node.index, reply.version[1])
 
     def remaining_s(self, now_s: float) -> float:
-        """Return how many more seconds the ranks may run; 0 if this host has lost its lease."""
+        """Return how many more seconds this host's lease is valid; 0 if it is not valid."""
         if self.is_deposed:
             return 0.0
         return self._lease.remaining_s(self.mandate.electorates, now_s)
@@ -165,13 +169,14 @@ class Office:
         has_witness: bool = False,
         memory: str | None = None,
     ) -> None:
-        """Create the mandate of the next world.
+        """Write the mandate of the next world.
 
-        The former electors keep voting until `settle` is called.
+        Until `settle` is called, decisions also need a majority of the former electors.
 
         Args:
-            has_witness: whether the witness answers.
-            memory: the restart policy's memory; None keeps the current memory.
+            members: the nodes of the next world, in rank order.
+            has_witness: whether the job's witness responds.
+            memory: the restart policy's memory; None keeps the current one.
         """
         self._is_following = False
         electors = self._next = electors_of(members, self.name, has_witness=has_witness)
@@ -192,7 +197,7 @@ class Office:
         )
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Update the facts that the next host needs; the world and the electors remain the same."""
+        """Update the restart counts and the policy's memory in the mandate of the current world."""
         self.mandate = replace(
             self.mandate,
             index=self.mandate.index + 1,
@@ -202,9 +207,9 @@ class Office:
         )
 
     def withdraw(self) -> bool:
-        """Drop the proposed electors if the host was the only elector before the proposal.
+        """Drop the proposed electors, if the host was the only elector before.
 
-        Return whether the proposal was withdrawn.
+        Return whether they were dropped.
         """
         electorates = self.mandate.electorates
         alone = ((self.name,),)
@@ -217,7 +222,7 @@ class Office:
         return True
 
     def is_held(self) -> bool:
-        """Return whether a majority of every electorate holds the current mandate."""
+        """Return whether a majority of each electorate holds the current mandate."""
         index = self.mandate.index
         return self.mandate.is_majority(
             {self.name, *(name for name, node in self._nodes.items() if node.index >= index)}
@@ -232,7 +237,7 @@ class Office:
         )
 
     def follow_witness(self, now_s: float) -> bool:
-        """Add the witness to the electors while it answers, and remove it when it stops answering.
+        """Make the witness an elector while it responds, and remove it when it no longer does.
 
         Call this only while a world is running. Return whether there is a new mandate to send.
         """
@@ -255,7 +260,7 @@ class Office:
         return True
 
     def settle(self) -> None:
-        """Drop the former electors. Call this only once `is_held` returns True."""
+        """Drop the former electors, which is allowed only once `is_held` returns True."""
         electorates = (self._next,)
         if self.mandate.electorates != electorates:
             self.mandate = replace(

@@ -1,4 +1,4 @@
-"""Convert polls and votes to and from the messages that nodes send."""
+"""Convert requests for votes and their answers to and from messages (`Poll` and `Vote`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from echelon.launcher.election.elector import Answer, Canvass
 
 
 def asked_of(poll: m.Poll) -> Canvass:
-    """Extract the request from a poll."""
+    """Return the request that a `Poll` message contains."""
     first, second = (*poll.version, -1, -1)[:2]
     return Canvass(
         node=poll.node, term=poll.term, version=(first, second), is_binding=poll.is_binding
@@ -15,7 +15,7 @@ def asked_of(poll: m.Poll) -> Canvass:
 
 
 def poll_of(asked: Canvass, founder: str) -> m.Poll:
-    """Wrap a request in a poll that identifies the job by its founder."""
+    """Return the `Poll` message for a request; `founder` identifies the job."""
     return m.Poll(
         node=asked.node, term=asked.term, version=list(asked.version),
         is_binding=asked.is_binding, founder=founder,
@@ -23,7 +23,7 @@ def poll_of(asked: Canvass, founder: str) -> m.Poll:
 
 
 def answer_of(vote: m.Vote) -> Answer:
-    """Extract the answer from a vote."""
+    """Return the answer that a `Vote` message contains."""
     return Answer(
         term=vote.term, granted=vote.granted, early=vote.early, host=vote.host,
         endpoint=vote.endpoint,
@@ -31,7 +31,7 @@ def answer_of(vote: m.Vote) -> Answer:
 
 
 def vote_of(answer: Answer) -> m.Vote:
-    """Wrap an answer in a vote."""
+    """Return the `Vote` message for an answer."""
     return m.Vote(
         term=answer.term, granted=answer.granted, early=answer.early, host=answer.host,
         endpoint=answer.endpoint,

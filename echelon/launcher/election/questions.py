@@ -1,7 +1,7 @@
-"""Send questions to other launchers and receive their answers, with one gRPC call per question.
+"""Send requests to other launchers and receive their replies, with one gRPC call per request.
 
-Each question is sealed with the job's secret. An answer that does not arrive within a second is
-dropped.
+Each request is authenticated with the job's secret. A reply that does not arrive within one second
+is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLOSE_S = 3.0
 
 
 class Questions:
-    """A thread that sends questions to other launchers on behalf of its callers."""
+    """A client that sends requests to other launchers on its own thread."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._secret = secret
@@ -39,18 +39,18 @@ class Questions:
     def ask(
         self, endpoint: str, question: Event, on_answer: Callable[[Event | Command], None]
     ) -> None:
-        """Ask the launcher at "host:port" a question, without blocking.
+        """Send a request to the launcher at `endpoint` (host:port). Does not block.
 
         Args:
-            on_answer: a function that is called with the answer on this object's thread. It is not
-                called if no answer arrives.
+            on_answer: called with the reply, on this object's thread; never called if no reply
+                arrives in time.
         """
         with contextlib.suppress(RuntimeError):
             asking = self._ask(endpoint, question, on_answer)
             self._loop.call_soon_threadsafe(self._begin, asking)
 
     def close(self) -> None:
-        """Stop the thread. Waits up to 3 s for the thread to end."""
+        """Stop the thread. Waits up to 3 s for it to end."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end)
         self._thread.join(_CLOSE_S)

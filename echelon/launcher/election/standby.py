@@ -1,8 +1,8 @@
 """Keep a node ready to take over the job.
 
-Every node of a job with failover has a standby, including the host. The standby opens its listener
-at the start, so that the port is free at a takeover. Votes are cast on the listener's thread, and
-all other work runs in the agent's loop.
+In a job with failover, every node has a standby, including the host. The standby opens its listener
+at the start of the job, so that the port is certain to be available for a takeover. Votes are cast
+on the listener's thread; all other work runs in the agent's event loop.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _OVERDUE_SHARE = 0.75  # of the promise, so that ranks are examined before their
 
 
 class Standby:
-    """The part that one node plays in the succession.
+    """The state with which one node follows the host and is ready to replace it.
 
     Args:
         name: the node's own name.
         bind_address: the "host:port" that the node listens on.
-        promise_s: how long a heartbeat from the host binds this node, in seconds. A value from the
-            host takes precedence.
+        promise_s: how long this node's promise lasts after each heartbeat, in seconds. The value
+            in the host's heartbeats takes precedence.
         is_open: whether this node hosts the job from the start.
 
     Attributes:
         server: the listener.
-        former: the host that was lost most recently.
-        events: the messages from nodes, once the listener is open.
+        former: the name of the host that was lost most recently; "" if none was lost.
+        events: the messages that nodes send to this node while it is the host.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -69,21 +69,21 @@ class Standby:
 
     @property
     def term(self) -> int:
-        """The latest term that this node knows."""
+        """The latest term that this node knows of."""
         return self._elector.term
 
     @property
     def mandate(self) -> Mandate | None:
-        """The mandate that this node would use to continue the job."""
+        """The latest mandate that this node holds, or None."""
         return self._elector.mandate
 
     @property
     def candidacy(self) -> Candidacy | None:
-        """The search for a host, or None while there is a host."""
+        """This node's search for a host; None while the node has a host."""
         return self._candidacy
 
     def close(self) -> None:
-        """Close the listener after pending messages have been sent."""
+        """Close the listener once pending messages have been sent."""
         if self._canvasser is not None:
             self._canvasser.close()
         self.server.close()
@@ -100,7 +100,7 @@ class Standby:
         return self._reply(beat.number)
 
     def on_entrust(self, command: m.Entrust) -> m.LeaseReply:
-        """Keep a mandate from a host and return the reply.
+        """Store a mandate from a host and return the reply.
 
         Raises:
             LaunchError: the mandate is malformed.
@@ -109,12 +109,12 @@ class Standby:
         return self._reply(0)
 
     def keep(self, mandate: Mandate) -> None:
-        """Store a mandate from this node or another host."""
+        """Store a mandate that this node or another host has written."""
         with self._lock:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """Prevent this node from voting for another host while its own lease lasts."""
+        """Renew this node's promise to itself as the host, so that it votes for no other node."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 
@@ -128,18 +128,18 @@ class Standby:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the host that this node follows has missed its heartbeats for too long."""
+        """Whether the host that this node follows has sent no heartbeat for too long."""
         elector = self._elector
         if self._candidacy is not None or elector.host in ("", self.name):
             return False
         return elector.free_s(now_s()) < (1 - _OVERDUE_SHARE) * self.promise_s
 
     def lose_host(self, *, is_dead: bool) -> None:
-        """Begin to look for another host.
+        """Begin to search for another host.
 
         Args:
             is_dead: whether the host's machine refuses connections, which proves that the launcher
-                is gone.
+                has exited.
         """
         with self._lock:
             term = self._elector.term
@@ -151,11 +151,11 @@ class Standby:
             self._canvasser = Canvasser(self._secret, self._tls)
 
     def found_host(self) -> None:
-        """End the search for a host after it succeeded."""
+        """End the search for a host, because it has succeeded."""
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
-        """Process votes and send the polls that are due; return the search, if any."""
+        """Continue the search: process votes and send due polls. Return the search, if any."""
         candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
         if candidacy is None or canvasser is None or mandate is None:
             return candidacy
@@ -171,7 +171,10 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when votes arrive. Use it during a search."""
+        """Return a descriptor that becomes readable when votes arrive.
+
+        Call this only after `lose_host`.
+        """
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

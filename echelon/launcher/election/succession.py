@@ -1,7 +1,7 @@
-"""Decide when a host with failover may begin a world, and when the host has to stop.
+"""In a job with failover, decide when the host may begin a world and when it has to stop.
 
-A host must stop once its lease has expired, because the other nodes may then elect another host.
-This module also sends heartbeats and mandates, and fences lost nodes.
+A host must stop once its lease has expired, because the other nodes may then elect another one.
+This module also sends the host's heartbeats and mandates, and fences lost nodes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ Send = Callable[[str, m.Command], None]
 
 
 class Succession:
-    """The host's part in the succession of one job.
+    """The failover logic of a job's current host.
 
     Args:
-        endpoint: the address at which other nodes dial this host, as "host:port".
-        inherited: the state of the former host; None at the start of a job.
+        office: the host's lease and mandate.
+        standby: the standby of the host's own node.
+        endpoint: the "host:port" at which other nodes connect to this host.
+        send: sends a command to a node.
+        say: prints a line for the user.
+        inherited: the state that was taken over from the former host; None for a job's first host.
     """
 
     def __init__(
@@ -64,11 +68,11 @@ class Succession:
         return self._office.mandate
 
     def remaining_s(self) -> float:
-        """Return how many more seconds this host's lease lasts."""
+        """Return how many more seconds this host's lease is valid."""
         return self._office.remaining_s(now_s())
 
     def deadline_s(self) -> float:
-        """Return the time, as in `time.monotonic`, at which to call `step` next."""
+        """Return the `time.monotonic` time at which to call `step` next."""
         due = self._office.deadline_s()
         if self.waits_for:
             due = min(due, max(self._fences.until_s(), now_s() + 0.1))
@@ -83,7 +87,7 @@ class Succession:
         self._send(hello.node, m.Entrust(mandate=pack_mandate(self.mandate)))
 
     def lose(self, name: str) -> None:
-        """Fence a lost node."""
+        """Handle the loss of a node: fence it, and withdraw a world proposed with it."""
         ends_s = self._office.remove(name)
         self._fences.lose(name, self._endpoints.get(name, ""), ends_s, now_s())
         if name in self._proposed:
@@ -92,11 +96,11 @@ class Succession:
                 self._publish()
 
     def on_reply(self, name: str, event: m.LeaseReply) -> None:
-        """Handle a node's reply."""
+        """Handle a node's reply to a heartbeat or a mandate."""
         self._office.on_reply(name, reply_of(event), now_s())
 
     def step(self) -> None:
-        """Send the heartbeats that are due."""
+        """Send the heartbeats that are due, and keep track of the witness."""
         office = self._office
         if office.remaining_s(now_s()) > 0:
             self._held_s = now_s()
@@ -109,9 +113,12 @@ class Succession:
                 self._say_majority(len(self.mandate.members))
 
     def why_lapsed(self, *, has_world: bool) -> str:
-        """Return the reason why this host has to stop; "" if the host may continue.
+        """Return why this host has to stop; "" if it may continue.
 
         While no ranks are running, the host waits a little longer for nodes to reconnect.
+
+        Args:
+            has_world: whether ranks are running.
         """
         if self._office.is_deposed:
             return "another node was elected to host the job"
@@ -133,10 +140,10 @@ class Succession:
         num_attempts: int,
         memory: str = "",
     ) -> bool:
-        """Return whether a world of the given nodes may begin; propose the world if it is new.
+        """Return whether a world of the given nodes may begin; propose it if it is a new one.
 
-        A world may begin once all of its nodes and a majority of the electors hold its mandate. In
-        addition, all ranks of lost nodes must be dead.
+        A world may begin once all of its nodes and a majority of the electors hold its mandate, and
+        all ranks of lost nodes are certain to be dead.
         """
         if now_s() < self._witness_due_s and not self._office.is_heard(WITNESS, now_s()):
             self.waits_for = "an answer from the witness"
@@ -161,12 +168,12 @@ class Succession:
         return not self.waits_for and self.remaining_s() > 0
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Send all nodes the decisions made since this world started."""
+        """Send all nodes the restart counts and the policy's memory in a new mandate."""
         self._office.remember(restarts=restarts, num_attempts=num_attempts, memory=memory)
         self._publish()
 
     def begin(self, nodes: Sequence[Node]) -> None:
-        """Complete the mandate of a world that is starting, and grant its nodes fresh permits."""
+        """Drop the former electors as the world starts, and renew the permits of its nodes."""
         self._proposed = ()
         self._office.settle()
         self._publish()
@@ -176,7 +183,7 @@ class Succession:
             self._send(name, beat_message(beat, self._office.promise_s))
 
     def _say_majority(self, num_nodes: int) -> None:
-        """Report whether another node may replace this one."""
+        """Print that another node can replace this host thanks to the witness, or that none can."""
         mandate = self.mandate
         if WITNESS in mandate.electors:
             self._say(f"the witness at {mandate.witness} votes: another node may replace this one")
@@ -194,7 +201,7 @@ class Succession:
         )  # fmt: skip
 
     def _publish(self) -> None:
-        """Send the mandate to all nodes, and keep it on this node."""
+        """Store the mandate on this node, and send it to all other nodes."""
         self._standby.keep(self.mandate)
         packed = m.Entrust(mandate=pack_mandate(self.mandate))
         for name in self._office.nodes:

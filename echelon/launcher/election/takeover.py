@@ -1,8 +1,9 @@
 """Prepare an elected host to take over the job.
 
-The host makes no decision before a majority holds its mandate. Reports from nodes are queued until
-a coordinator exists. The coordinator takes over once the nodes of the last world have connected or
-have timed out. If the host does not obtain a lease in time, it becomes an ordinary node again.
+The host makes no decisions until a majority of the electors hold its mandate. Reports from nodes
+are queued until there is a coordinator. The coordinator takes over once all nodes of the last world
+have connected or timed out. If the host does not obtain a lease in time, it becomes an ordinary
+node again.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ Send = Callable[[str, m.Command], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inheritance:
-    """The state with which a coordinator takes over.
+    """The state from which a new coordinator continues the job.
 
     Attributes:
         mandate: the former host's last mandate.
         former: the former host's name.
         hellos: the greetings of the connected nodes.
-        events: the events that these nodes have reported since they connected.
-        fenced_until_s: when the ranks of unconnected nodes are certain to be dead, on the clock of
-            `lease.now_s`.
+        events: what these nodes have reported since they connected, as (node, event) pairs.
+        fenced_until_s: the time at which all ranks of nodes that have not connected are certain to
+            be dead, on the clock of `lease.now_s`.
     """
 
     mandate: Mandate
@@ -41,13 +42,15 @@ class Inheritance:
 
 
 class Takeover:
-    """An elected host that has no coordinator yet.
+    """The state of an elected host until its coordinator starts.
 
     Args:
-        former: the lost host's name.
-        voters: the electors that voted for this host.
-        was_early: whether the host was elected while the former lease might still have been valid.
-        send: a function that sends a command to a node.
+        office: the elected host's lease and mandate.
+        mandate: the former host's last mandate.
+        former: the name of the lost host.
+        voters: the electors that voted for the elected host.
+        was_early: whether the former host's lease may still have been valid at the election.
+        send: sends a command to a node.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Takeover:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the host failed to obtain a majority in time."""
+        """Whether this host has failed to obtain a lease in time, or another was elected."""
         late = now_s() > self._began_s + max(self.office.promise_s, _VOTERS_S)
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 
@@ -85,7 +88,7 @@ class Takeover:
         return min(self.office.deadline_s(), now_s() + 0.1)
 
     def step(self, events: Iterable[tuple[str, m.Event]]) -> Inheritance | None:
-        """Handle events and send due messages; return the inheritance once it is complete."""
+        """Process events and send due heartbeats; return the inherited state once complete."""
         for name, event in events:
             self._take(name, event)
         for name, beat in self.office.beats(now_s()):
@@ -123,7 +126,7 @@ class Takeover:
 
 
 def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
-    """Return a heartbeat as a message."""
+    """Return the `LeaseBeat` message for a heartbeat."""
     return m.LeaseBeat(
         term=beat.term, host=beat.host, number=beat.number, echo=beat.echo,
         remaining_ms=beat.remaining_ms, promise_ms=int(promise_s * 1e3), holds=beat.holds,
@@ -131,6 +134,6 @@ def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
 
 
 def reply_of(event: m.LeaseReply) -> Reply:
-    """Extract the reply from a message."""
+    """Return the reply that a `LeaseReply` message contains."""
     first, second = (*event.version, -1, -1)[:2]
     return Reply(term=event.term, number=event.number, stamp=event.stamp, version=(first, second))

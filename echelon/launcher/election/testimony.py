@@ -1,4 +1,4 @@
-"""Send the host's heartbeats and mandates to the witness."""
+"""Send the host's heartbeats and mandates to the job's witness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Testimony:
-    """A sender of messages to the witness. The replies are put into `events`."""
+    """A client that sends messages to the witness, and puts its replies into `events`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Testimony:
         self._events = events
 
     def send(self, command: Command) -> None:
-        """Send a heartbeat or a new mandate, without blocking."""
+        """Send a heartbeat or a new mandate; ignore any other command. Does not block."""
         if isinstance(command, Entrust):
             mandate = unpack_mandate(command.mandate)
             self._mandate, self._term = pack_mandate(ballot_of(mandate)), mandate.term
@@ -64,5 +64,5 @@ class Testimony:
         self._questions.ask(self._endpoint, renew, take)
 
     def close(self) -> None:
-        """Stop the thread. Waits up to 3 s for the thread to end."""
+        """Stop the client's thread. Waits up to 3 s for it to end."""
         self._questions.close()

@@ -1,9 +1,9 @@
-"""Vote without running ranks, so that either of two nodes can continue alone.
+"""Vote without running any ranks, so that either of two nodes can continue alone.
 
-The witness keeps one `Elector` per job, and writes nothing to disk. A witness that has restarted
-has lost its promises. It therefore does not vote in a job until the job's host registers again.
-Only a host whose lease is valid without the witness may register. This rule excludes a host that
-has been replaced.
+The witness keeps one `Elector` per job, in memory only. A witness that has been restarted has lost
+its promises, so it does not vote in a job until the job's host has registered again. A host may
+register only if its lease is valid without the witness, which rules out a host that has been
+replaced.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Renewal:
     """A host's heartbeat to the witness.
 
     Attributes:
-        number: the number of the heartbeat; 0 for a mandate without a heartbeat.
-        holds: whether the host's lease remains valid without the witness's reply.
+        number: the number of the heartbeat; 0 if only a mandate is sent.
+        holds: whether the host's lease is valid even without the witness's replies.
     """
 
     term: int
@@ -38,7 +38,10 @@ class Renewal:
 class Renewed:
     """The witness's reply to a host.
 
-    `number` is the number of the acknowledged heartbeat, or 0 if there is none.
+    Attributes:
+        term: the latest term that the witness knows; UNKNOWN_TERM if it does not know the job.
+        number: the number of the acknowledged heartbeat; 0 if none is acknowledged.
+        version: the version of the mandate that the witness holds.
     """
 
     term: int
@@ -47,7 +50,10 @@ class Renewed:
 
 
 class Witness:
-    """The witness for any number of jobs. Each job is identified by its founder's unique name."""
+    """The witness of any number of jobs, each of which is identified by the name of its founder.
+
+    The founder is the job's first host, whose name is unique.
+    """
 
     def __init__(self) -> None:
         self._electors: dict[str, Elector] = {}
@@ -70,7 +76,7 @@ class Witness:
         return Renewed(term=elector.term, number=number, version=elector.version)
 
     def on_canvass(self, founder: str, asked: Canvass, now_s: float) -> Answer:
-        """Answer a node that asks for a vote or asks which node is the host."""
+        """Answer a node that asks for a vote and for the name of the current host."""
         elector = self._electors.get(founder)
         if elector is None:
             return Answer(term=UNKNOWN_TERM)

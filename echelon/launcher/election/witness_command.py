@@ -1,4 +1,4 @@
-"""Run `echelon witness`: a voter on a third machine, for jobs with two nodes."""
+"""Implement `echelon witness`, which votes on a third machine in jobs with two nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from echelon.launcher.options.texts import not_negative
 
 
 class WitnessServer:
-    """A witness that listens on an address and answers on its server's thread.
+    """A witness that listens on `address` (host:port) and answers on its server's thread.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -40,7 +40,7 @@ class WitnessServer:
         self.port = self._server.port
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop answering requests, and close the port."""
         self._server.close()
         self._events.close()
 
@@ -65,7 +65,10 @@ def _renewal(renew: m.Renew) -> Renewal:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code: 1 if serving fails, 2 for bad usage."""
+    """Run `echelon witness` until SIGTERM or SIGINT; return the exit code.
+
+    The exit code is 1 if the address cannot be bound, and 2 for a usage error.
+    """
     parser = Parser(
         prog="echelon witness",
         description="Vote in jobs of two nodes, so that one can continue if the other is lost. "

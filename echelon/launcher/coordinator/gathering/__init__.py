@@ -1,1 +1,1 @@
-"""Decide which nodes take part in a job, where their ranks meet, and how the ranks start."""
+"""Decide which nodes take part in a world, run the store where ranks meet, and start the ranks."""

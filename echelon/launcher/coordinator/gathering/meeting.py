@@ -1,11 +1,9 @@
 """Run the job's store server as a child process of the agent.
 
-The server is a separate process, so that work in the agent cannot delay a rank's rendezvous. Its
-standard input is a pipe from the agent. When the agent ends, the pipe closes and the server exits.
-The server ignores SIGTERM, because the ranks may need the store to save their state after a SIGTERM
-to the whole node.
-
-The agent sends requests to the server through the same pipe.
+The server is a separate process, so that a busy agent cannot delay the ranks' rendezvous. Its
+standard input is a pipe from the agent, which carries the agent's requests. When the agent exits,
+the pipe closes and the server exits too. The server ignores SIGTERM: if the whole node receives a
+SIGTERM, the ranks may still need the store to save their state.
 """
 
 from __future__ import annotations
@@ -29,36 +27,39 @@ _MOST_KEYS = 64  # of a question, which must fit into PIPE_BUF
 
 
 class MeetingPlace(Protocol):
-    """The coordinator's interface to the store through which an attempt's ranks find each other."""
+    """The coordinator's interface to the job's store, through which the ranks find each other."""
 
     host: str  # as ranks dial it
     port: int
 
     def admit(self, address: str) -> None:
-        """Admit clients from an address even though they cannot prove that they are members."""
+        """Accept clients from an address even though they cannot authenticate themselves."""
 
     def publish(self, key: str, value: str) -> None:
         """Store a value for the ranks to read. The key and the value must be single words."""
 
     def post(self, folder: str, value: str) -> None:
-        """Store a value under the first free key of FOLDER/0, FOLDER/1, ... Both single words."""
+        """Store a value under the first free key among `folder`/0, `folder`/1, and so on.
+
+        The folder and the value must be single words.
+        """
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Return which of the keys ranks have set. Keys must be single words."""
+        """Return, for each key, whether a rank has set it. Keys must be single words."""
 
     def renew(self) -> None:
-        """Drop all keys and members of earlier attempts."""
+        """Delete all keys and forget all members of earlier attempts."""
 
     def how_it_died(self) -> str:
         """Return how the server ended; "" while it is serving."""
 
 
 class StoreProcess:
-    """A store server on a port of its own choosing.
+    """A store server on a free port.
 
     Args:
-        bind: the address to bind.
-        host: the address that ranks dial.
+        bind: the address that the server binds.
+        host: the address that ranks connect to.
 
     Raises:
         LaunchError: the server did not start.
@@ -99,7 +100,7 @@ class StoreProcess:
         return process
 
     def admit(self, address: str) -> None:
-        """Admit torch's clients that connect from a numeric IP address, without blocking.
+        """Accept torch's store clients from a numeric IP address. Does not block.
 
         Raises:
             LaunchError: the server cannot be reached.
@@ -108,7 +109,7 @@ class StoreProcess:
         self._tell(f"admit {address}")
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value for the ranks to read, without blocking. See `MeetingPlace.publish`.
+        """Store a value for the ranks to read. Does not block. See `MeetingPlace.publish`.
 
         Raises:
             LaunchError: the server cannot be reached.
@@ -116,7 +117,7 @@ class StoreProcess:
         self._tell(f"publish {key} {value}")
 
     def post(self, folder: str, value: str) -> None:
-        """Store a value under the first free key, without blocking. See `MeetingPlace.post`.
+        """Store a value under the first free key. Does not block. See `MeetingPlace.post`.
 
         Raises:
             LaunchError: the server cannot be reached.
@@ -124,7 +125,7 @@ class StoreProcess:
         self._tell(f"post {folder} {value}")
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Return which of the keys exist. Wait up to 5 s per batch of 64 keys.
+        """Return, for each key, whether it exists. Blocks for up to 5 s per batch of 64 keys.
 
         Raises:
             LaunchError: the server cannot be reached, or did not answer in time. All later calls
@@ -141,7 +142,7 @@ class StoreProcess:
         return found
 
     def _ask(self, line: str) -> bytes:
-        """Return the server's answer, waiting up to 5 s for it; b"" if none arrives."""
+        """Send one request and return the server's answer; b"" if none arrives within 5 s."""
         if self._is_late:
             return b""  # the answer to an earlier question may still arrive
         self._tell(line)
@@ -165,7 +166,7 @@ class StoreProcess:
         return stat.rpartition(b")")[2].split()[0] == b"T"  # but not if it is traced
 
     def renew(self) -> None:
-        """Drop all members and keys. If the server has died, start a new server on another port.
+        """Delete all keys and members. If the server has died, start a new one on another port.
 
         Waits up to 5 s for the server to confirm, or up to 2 min for a new server to start.
 
@@ -197,7 +198,7 @@ class StoreProcess:
             raise LaunchError(f"cannot send {line!r} to the store server: {err}") from err
 
     def close(self) -> None:
-        """Stop the server. Waits up to 5 s for the server to end. Safe to call twice."""
+        """Stop the server, waiting up to 5 s for it to exit. Safe to call twice."""
         if self._is_stopped():
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):

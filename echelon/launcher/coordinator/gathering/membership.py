@@ -18,7 +18,7 @@ from echelon.launcher.options.options import Options
 
 
 class Membership:
-    """The nodes of one job, as seen by the control protocol."""
+    """The admission of nodes to one job through the control protocol."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Membership:
         self._say = say
 
     def join(self, hello: m.Hello) -> bool:
-        """Admit or refuse a node; return whether it was admitted.
+        """Admit or refuse a node; return True if it was admitted.
 
-        A refused node is sent the reason.
+        A node that is refused is sent the reason.
         """
         refusal = self._roster.join(self._node_of(hello), time.monotonic())
         if hello.version != m.VERSION:
@@ -51,11 +51,11 @@ class Membership:
         return True
 
     def host_of(self, node: str) -> str:
-        """Return the name of the host that a node runs on."""
+        """Return the host name of a node."""
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:
-        """End the launcher of a node that received a stop signal from its user."""
+        """Tell a node's launcher, which received stop signal `number` from its user, to exit."""
         self._roster.leave(node)
         self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 

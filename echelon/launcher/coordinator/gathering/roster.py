@@ -3,17 +3,18 @@
 A world begins once one of these conditions holds:
 
 - `max_nodes` nodes are connected.
-- All nodes of the last world are connected, except those that left.
+- All nodes of the previous world that have not left are connected.
 - `min_nodes` nodes are connected, and the last call is over.
 
-The last call is a short wait for nodes that were started together but connect at different times.
-By default, it takes at most 3 s. Nodes that connect later wait for the next world. At most `spares`
-nodes may wait. Avoided nodes are chosen only if there are too few other nodes.
+The last call is a short grace period for nodes that were started together but connect at different
+times. It lasts at most 3 s by default. Nodes that connect later wait for the next world as spares,
+of which there may be at most `spares`. Avoided nodes are chosen only if too few other nodes are
+connected.
 
-Ranks are numbered in the order of the nodes. In the first world, nodes with a `--node-rank` come
-first, sorted by that rank. The coordinator's node comes next, followed by the other nodes in the
-natural order of their host names. In later worlds, nodes keep their places, and a new node takes
-the place of a lost node.
+Ranks are assigned in node order. In the first world, nodes with a `--node-rank` come first, sorted
+by that rank. The coordinator's node comes next, followed by the other nodes in natural order of
+their host names. In later worlds, nodes keep their places, and a new node takes the place of a lost
+one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LAST_CALL_STEP_S = 1.0  # the wait after each join for the next one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A node that asks to take part in a world."""
+    """A node that is connected, or asks to join."""
 
     name: str
     host: str
@@ -39,7 +40,7 @@ class Node:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """The node's sort key; see the module's docstring for the order."""
+        """The node's sort key; the module docstring describes the order."""
         rank = self.node_rank if self.node_rank >= 0 else 1 << 30
         parts = re.split(r"(\d+)", self.host)
         natural = tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in parts)
@@ -47,7 +48,7 @@ class Node:
 
 
 class Roster:
-    """The connected nodes, and the nodes of the current world."""
+    """The connected nodes, and which of them make up the current world."""
 
     def __init__(
         self,
@@ -77,17 +78,17 @@ class Roster:
         return tuple(self._nodes.values())
 
     def resume(self, former: Sequence[str]) -> None:
-        """Continue with the nodes of a former host's world, in the same places."""
+        """Adopt the world of a former host: its nodes keep their places."""
         self._former = tuple(former)
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin gathering nodes for a world. Connected nodes are treated as new."""
+        """Begin gathering nodes for a world, as if all connected nodes had just joined."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 
     def join(self, node: Node, now_s: float) -> str:
-        """Add a node; return "", or the reason why the node is refused."""
+        """Add a node; return "" if it was added, or the reason why it is refused."""
         if self.count_without(()) >= self._max + self._spares:
             nodes, spares = _count(self._max, "node"), _count(self._spares, "spare")
             return f"the job already has {nodes} and {spares}"
@@ -100,7 +101,7 @@ class Roster:
         return ""
 
     def avoid(self, names: Sequence[str]) -> None:
-        """Avoid the given nodes in new worlds, as long as enough other nodes are connected."""
+        """Leave the given nodes out of new worlds while enough other nodes are connected."""
         self._avoided |= set(names)
 
     @property
@@ -163,11 +164,11 @@ class Roster:
         return self._last_call_s()
 
     def has_failed(self, now_s: float) -> bool:
-        """Return whether too few nodes have connected in time."""
+        """Return whether the join timeout has passed with too few nodes connected."""
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Return a sentence that states the number and the names of the connected nodes."""
+        """Describe how many nodes are connected, how many are required, and their host names."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
             f"{len(self._nodes)} of {self._min} required nodes connected within "

@@ -1,4 +1,4 @@
-"""Prepare the start of a world by assigning ranks to nodes."""
+"""Assign ranks to nodes, and build the commands that start a world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def world_of(nodes: Sequence[Node], number: int, options: Options, now_mono_ns: 
 
     Args:
         nodes: the nodes in rank order.
-        now_mono_ns: the current time on the clock that measures the ranks' progress.
+        now_mono_ns: the current time on the clock by which the ranks' progress is measured.
     """
     return World.of(
         nodes,
@@ -43,9 +43,9 @@ def starts_of(
     """Return the start commands for the nodes of a world, in the order of the nodes.
 
     Args:
-        restart: how many worlds have ended.
-        resume: the job's newest committed checkpoint; "" if there is none.
-        history: how the earlier attempts ended, as JSON.
+        restart: how many worlds of this job have ended so far.
+        resume: the path of the job's newest committed checkpoint; "" if there is none.
+        history: a JSON account of how the earlier attempts ended.
     """
     return [
         m.Start(

@@ -26,7 +26,7 @@ def why_world_waits(world: World, awaited: Collection[str]) -> str:
     """Describe what a world is waiting for; return "" while its ranks are running.
 
     Args:
-        awaited: the nodes that have not sent all their dumps yet.
+        awaited: the nodes whose dumps have not all arrived yet.
     """
     if world.clearing is not None and not world.clearing:
         return "the verdict, which decides whether to restart"

@@ -1,1 +1,1 @@
-"""Let the other ranks continue after a loss, and let new processes replace the lost ranks."""
+"""Keep an attempt running after the loss of ranks, and start processes that replace them."""

@@ -1,8 +1,8 @@
-"""Admit processes that replace lost ranks, by publishing epochs in which these processes join.
+"""Admit the processes that replace lost ranks, by publishing epochs in which they join.
 
-`Replacements` starts these processes. Once admitted, they are ranks like any other, but they hold
-no state until they have joined. A rank may finish without having noticed an admission. All
-admissions are then withdrawn, and the processes are dismissed.
+`Replacements` starts the processes. Once admitted, a process is a rank like any other, except that
+it holds no training state until it has joined. If a rank finishes its training without noticing an
+admission, all admissions are withdrawn and the processes are dismissed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from echelon.recorder.continuation import Epoch
 
 
 class Admissions:
-    """The ranks of the current attempt that are waiting to be admitted, or are joining.
+    """The replaced ranks of the current attempt, from their start until they have joined.
 
     Args:
-        epochs: the epochs of the attempt.
-        reports: the reports of the attempt's ranks.
+        epochs: the attempt's epochs.
+        reports: what the attempt's ranks have reported.
     """
 
     def __init__(self, epochs: PublishedEpochs, reports: Reports) -> None:
@@ -34,28 +34,32 @@ class Admissions:
         self._joining.clear()
 
     def begin(self, rank: int, life: int) -> int:
-        """Prepare for a new process that replaces a rank; return the newest epoch's number.
+        """Prepare for a new process to replace a rank; return the number of the newest epoch.
 
         Args:
-            life: how many processes held the rank before.
+            life: how many processes have held this rank before.
         """
         self._reports.forget(rank)
         self._epochs.lives[rank] = life
         return self._epochs.number
 
     def waiting(self, world: World) -> list[int]:
-        """Return the ranks waiting to be admitted; none while an epoch or the job is ending."""
+        """Return the ranks to admit now.
+
+        These are the ranks whose processes are waiting to join. None are returned until all ranks
+        have entered the newest epoch, or once a rank has finished all its steps.
+        """
         known = self._reports.read(world)
         if self._epochs.awaited is not None or are_finishing(known):
             return []
         return [rank for rank in world.ended if is_joining(known, rank)]
 
     def is_waiting(self, world: World, rank: int) -> bool:
-        """Return whether a rank's process is waiting to join."""
+        """Return whether the process of a rank is waiting to join."""
         return is_joining(self._reports.read(world), rank)
 
     def admit(self, world: World, ranks: Sequence[int]) -> bool:
-        """Publish an epoch in which ranks join; return whether the epoch was published."""
+        """Publish an epoch in which the given ranks join; return False if publishing failed."""
         taken = {rank: world.admit(rank) for rank in ranks}
         lost = [rank for rank in self._epochs.lost if rank not in ranks]
         if self._epochs.publish(world, lost, self._reports.read(world), joins=ranks):
@@ -74,10 +78,10 @@ class Admissions:
         return self.is_admitted(rank) and rank not in self._joining
 
     def delayed_by(self, world: World) -> list[int]:
-        """Return the admitted ranks that have not joined, once all others are waiting for them.
+        """Return the joining ranks that every other rank is waiting for; [] if any is not waiting.
 
-        A rank that has continued counts as waiting, because it can send data that fits into a
-        buffer before the joining rank is ready.
+        A rank that has already entered the epoch counts as waiting: a send that fits into a buffer
+        completes even before the joining rank is ready to receive it.
         """
         epoch = self._epochs.awaited
         if epoch is None or not self._joining:
@@ -90,10 +94,11 @@ class Admissions:
         return joining
 
     def withdrawn_by(self, ended: Iterable[int], known: Known) -> int:
-        """Return the epoch whose admissions a loss withdraws; 0 if ranks must notice the loss.
+        """Return the epoch whose admissions a loss voids; 0 if the other ranks must notice it.
 
-        That is the epoch in which the lost ranks were joining, if no other rank has been lost since
-        then.
+        If all of the lost ranks were still joining, and no other rank has been lost since then, the
+        other ranks lose nothing. It is enough to withdraw the epoch in which these ranks were to
+        join.
         """
         epoch = self._epochs.awaited
         if epoch is None or any(r not in self._joining or not is_joining(known, r) for r in ended):
@@ -101,19 +106,19 @@ class Admissions:
         return epoch.number if epoch.joins else epoch.withdraws
 
     def note_lost(self, ranks: Iterable[int]) -> None:
-        """Record that ranks were lost, whether they had joined or not."""
+        """Record the loss of ranks, whether or not they had joined."""
         for rank in ranks:
             self._joining.pop(rank, None)
 
     def note_joined(self, epoch: Epoch) -> list[int]:
-        """Return the ranks that have joined, now that all ranks of an epoch have reported."""
+        """Record that an epoch is complete; return the ranks that joined in it."""
         joined = sorted(rank for rank in self._joining if rank in epoch.roster)
         for rank in joined:
             del self._joining[rank]
         return joined
 
     def take_back(self, world: World) -> None:
-        """Withdraw all admissions, because a rank has finished without having noticed them."""
+        """Withdraw all admissions, because a rank has finished without noticing them."""
         ranks = sorted(self._joining)
         for rank in ranks:
             world.take_back(rank, *self._joining.pop(rank))
@@ -123,7 +128,7 @@ class Admissions:
             self.dismiss(world, ranks)
 
     def dismiss(self, world: World, ranks: Sequence[int]) -> None:
-        """Announce that ranks waiting to join must exit, because the other ranks have finished."""
+        """Tell processes waiting to join that they must exit: the other ranks have finished."""
         known = self._reports.read(world)
         self._epochs.publish(world, self._epochs.lost, known, dismissed=ranks)
         self._epochs.awaited = None

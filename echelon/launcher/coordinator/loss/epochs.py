@@ -17,11 +17,12 @@ class PublishedEpochs:
 
     Attributes:
         number: the number of the newest epoch; 0 if none was published.
-        awaited: the newest epoch, if not all of its ranks have reported yet.
-        lost: the ranks that are lost in the newest epoch.
-        left: the ranks that ended on their own before their last step.
-        lives: how many processes held each replaced rank before.
-        first_lost_ns: the time of the first loss since the last complete epoch, in ns.
+        awaited: the newest epoch, until all of its ranks have entered it; then None.
+        lost: the ranks that count as lost in the newest epoch.
+        left: the ranks that exited on their own before their last step.
+        lives: for each replaced rank, how many processes held the rank before.
+        first_lost_ns: when the first rank was lost since the last complete epoch, on the monotonic
+            clock in ns.
     """
 
     def __init__(self, meeting: MeetingPlace) -> None:
@@ -47,7 +48,15 @@ class PublishedEpochs:
         dismissed: Sequence[int] = (),
         withdraws: int = 0,
     ) -> str:
-        """Publish the remaining ranks; return "" on success, or else the reason for the failure."""
+        """Publish a new epoch with the remaining ranks; return "", or the reason for a failure.
+
+        Args:
+            lost: all ranks that count as lost.
+            known: what the ranks have reported.
+            joins: the ranks that join in this epoch.
+            dismissed: the ranks whose processes must exit instead of joining.
+            withdraws: the earlier epoch whose admissions are void; 0 for none.
+        """
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}
         roster = tuple(one for one in range(world.size) if one not in gone)

@@ -1,13 +1,13 @@
-"""End ranks that hang, so that the other ranks continue without them (`--on-stall replace`).
+"""Kill ranks that hang, so that the other ranks can continue without them (`--on-stall replace`).
 
 A hung rank is killed only if three conditions hold:
 
 - `Losses` would let the attempt continue without the rank.
 - The verdict is `certain`, and its cause is a hung process.
-- If the cause is `host_hang` or `gil_hang`, the process used no processor time, so it cannot be
-  computing.
+- If the cause is `host_hang` or `gil_hang`, the process used no CPU time while it was examined, so
+  it cannot be computing.
 
-Any other stall is handled as with `--on-stall restart`.
+Any other stall is handled as under `--on-stall restart`.
 
 A rank may survive SIGKILL while the kernel waits for a device. If that takes too long, the attempt
 ends.
@@ -30,12 +30,12 @@ _CAUSES = ("frozen_process", *OWN_HANGS)
 
 
 class HungRanks:
-    """The ranks of the current attempt that are being killed because they hung.
+    """The ranks of the current attempt that are killed because they hang.
 
     Args:
-        losses: the object that decides which losses the attempt survives.
-        send: a function that sends a command to a node.
-        say: a function that prints a line.
+        losses: decides which losses the attempt survives.
+        send: sends a command to a node.
+        say: prints a line for the user.
         dies_s: how long to wait for a killed rank to exit, in seconds.
     """
 
@@ -63,11 +63,11 @@ class HungRanks:
 
     @property
     def is_killing(self) -> bool:
-        """Whether a kill has been ordered for a rank that has not ended yet."""
+        """Whether any rank that was ordered to be killed is still running."""
         return bool(self._dying)
 
     def end(self, world: World, failure: Failure, incident: Incident, now_s: float) -> str:
-        """Kill the culprits of a stall and return "", or return why they may not be killed."""
+        """Order the culprits of a stall to be killed; return "", or why they may not be killed."""
         ranks = failure.culprit_ranks
         why_not = self._why_not(failure) or self._losses.why_not_without(world, ranks)
         if why_not:
@@ -104,13 +104,14 @@ class HungRanks:
         return ""
 
     def cause_of(self, rank: int) -> str:
-        """Return why a rank was killed, or "" if this object did not kill it."""
+        """Return the cause of the hang for which a rank was killed; "" if it was not killed."""
         return self._causes.get(rank, "")
 
     def note_ended(self, rank: int, *, is_survived: bool) -> None:
-        """Record that a rank ended.
+        """Record that a rank ended; its stall is over once all culprits have ended.
 
-        If all ranks of a stall have ended and the others continue, the stall is over.
+        Args:
+            is_survived: whether the other ranks continue without this rank.
         """
         self._dying.discard(rank)
         if not self._dying:
@@ -131,9 +132,9 @@ class HungRanks:
         return self._until_s
 
     def undead(self, now_s: float) -> tuple[str, World] | None:
-        """Return a line about ranks that have survived SIGKILL for too long, and their attempt.
+        """Return a message about ranks that have survived SIGKILL for too long, and their attempt.
 
-        Return None if there are no such ranks, or if the line has already been returned.
+        Each case is returned only once. Return None if there is nothing to report.
         """
         if self._world is None or now_s < self._until_s:
             return None
@@ -144,7 +145,7 @@ class HungRanks:
 
 
 def computing(failure: Failure) -> tuple[int, ...]:
-    """Return the culprits that may still be computing, if the failure is a hang."""
+    """Return the culprits of a hang that may still be computing; () for any other failure."""
     if failure.cause not in OWN_HANGS:
         return ()
     return tuple(rank for rank in failure.culprit_ranks if rank not in failure.idle_ranks)

@@ -1,16 +1,16 @@
 """Decide which losses of ranks an attempt survives, and let the remaining ranks continue.
 
-With `--on-loss shrink`, an attempt may survive the loss of a rank that is killed by a signal or
-lost with its node. Every other rank must hold all the data that it needs to continue. The remaining
-ranks are published in the job's store as an epoch. Each rank then reports once it is ready to
-continue training. If an attempt cannot survive a loss, the loss is handled as an ordinary failure,
-and the reason is logged in one line.
+Under `--on-loss shrink` and `--on-loss replace`, an attempt may survive the loss of a rank that was
+killed by a signal or lost with its node, provided that the remaining ranks hold all the state that
+they need to continue. The remaining ranks are published in the job's store as an epoch, and each of
+them reports once it is ready to continue training. A loss that the attempt cannot survive is
+handled as an ordinary failure, and one line gives the reason.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
 once all ranks of an epoch have met in that store. Ranks that are cut off from the store therefore
-never begin another world. These ranks cannot finish a step of the former world either, because the
-barrier of that world needs all of its ranks. With failover, a host cannot know whether it has been
-cut off and replaced, so the loss of a node is treated as an ordinary failure.
+never begin another world. Nor can they finish a step of the former world, because the barrier of
+that world needs all of its ranks. With failover, a host cannot know whether it has been cut off and
+replaced, so the loss of a node is treated as an ordinary failure.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Losses:
 
     Args:
         report: the job's report, to which each survived loss is added.
-        say: a function that prints a line.
-        note: a function that is called with an attempt and a line that describes how it continued.
+        say: prints a line for the user.
+        note: called with the attempt's number and the printed line whenever an attempt continues.
 
     Attributes:
-        admissions: the processes that are admitted to replace lost ranks.
+        admissions: the admissions of processes that replace lost ranks.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Losses:
         return self._why_not(world, ended, self._read(world, ended))
 
     def note_hang(self, world: World, rank: int, cause: str) -> None:
-        """Record why a rank was killed, before its loss is handled."""
+        """Record that a rank was killed for a hang with this cause, before its loss is handled."""
         self._follow(world)
         self._causes[rank] = cause
 
@@ -105,8 +105,8 @@ class Losses:
         """Return whether the attempt continues without the ended ranks; if so, publish an epoch.
 
         Args:
-            ended: the exit codes (as in `subprocess`, or LOST), keyed by rank, of the ranks that
-                ended at the same time.
+            ended: the exit code (as in `subprocess`, or LOST) of each rank; these ranks ended at
+                the same time.
         """
         is_running = world.attempt.phase is decide.Phase.RUNNING
         if not self._is_on or not is_running:
@@ -138,9 +138,10 @@ class Losses:
         return True
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
-        """Announce that ranks ended on their own, so that other ranks do not wait for an epoch.
+        """Announce that ranks exited before their last step, so that no rank waits for an epoch.
 
-        Only waiting ranks are affected. The other ranks may be ending too, after a requested stop.
+        Only ranks that are waiting for an epoch are affected. The others may be exiting as well, if
+        a stop was requested.
         """
         known = self._reports.read(world)
         early = [one for one in ranks if one in known and known[one].state is not State.DONE]
@@ -153,13 +154,14 @@ class Losses:
             self._epochs.awaited = None
 
     def look(self, world: World) -> int | None:
-        """Log a line once all ranks of the newest epoch are ready to continue training.
+        """Check whether all ranks of the newest epoch are ready; if so, print how they continue.
 
         A rank may finish its training without noticing a loss. The other ranks would then wait for
-        it indefinitely, so an epoch that lists this rank as done is published.
+        it indefinitely, so a further epoch that lists this rank as done is published, and the loss
+        becomes a failure.
 
         Returns:
-            The first lost rank whose loss turns out to be a failure; None if there is none.
+            The first lost rank, if its loss has just become a failure; None otherwise.
         """
         epoch = self._epochs.awaited
         if epoch is None or world.number != self._attempt:
@@ -180,10 +182,10 @@ class Losses:
         return None
 
     def _read(self, world: World, ended: Iterable[int]) -> Known:
-        """Return the reports, also those of ranks whose node had no time to forward them.
+        """Return all reports, including those that a node has not had time to forward.
 
-        A rank that was lost before has left its key in the store, which says nothing of the process
-        in its place.
+        The missing reports are looked up in the store, except for ranks that had been lost earlier:
+        the key that such a rank left in the store says nothing about the process that replaced it.
         """
         gone = world.ended.keys() - {*ended} | world.published.keys()
         self._reports.ask_store(world, [one for one in range(world.size) if one not in gone])
@@ -263,7 +265,7 @@ class Losses:
     def _say_joined(
         self, world: World, epoch: Epoch, joined: Sequence[int], step: int, seconds: float
     ) -> None:
-        """Report that processes have taken the place of lost ranks."""
+        """Print that replacement processes have joined."""
         line = (
             f"{named(joined)} replaced in {seconds:.2f} s: joined at step {step}; "
             f"{len(epoch.roster)} of {world.size} ranks"
@@ -273,12 +275,12 @@ class Losses:
 
 
 def _is_own_end(code: int) -> bool:
-    """Return whether a rank ended on its own, or by a signal that may also stop the whole job."""
+    """Return whether a rank exited by itself, or by a signal that may be stopping the whole job."""
     return code >= 0 or -code in _STOPS
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Format rank numbers as "rank 1", or "ranks 1, 2 and 3"; without any, as "a rank"."""
+    """Format rank numbers: "rank 1", "ranks 1, 2 and 3", or "a rank" if there are none."""
     names = [str(rank) for rank in ranks]
     if len(names) < 2:
         return f"rank {names[0]}" if names else "a rank"

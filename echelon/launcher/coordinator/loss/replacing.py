@@ -1,22 +1,22 @@
 """Start processes to replace lost ranks, and let them join (`--on-loss replace`).
 
-The other ranks do not wait: they continue among themselves as under `--on-loss shrink`. A new
-process starts once the incident of the loss has been collected, from a standby on the rank's node
-if a standby is ready. If the node was lost, another node that runs no ranks takes the place of all
-its ranks: a spare node, or one that connects later. The process loads the program and reports that
-it has no state yet (`State.JOINING`). It is then admitted by a separate epoch, which the other
-ranks enter at the end of a step. Until then, the process is not a rank, and the other ranks are not
-affected if it ends.
+The other ranks do not wait: they continue among themselves, as under `--on-loss shrink`. Once the
+incident of the loss has been collected, a new process starts on the rank's node, from a standby
+process if one is ready. If the node itself was lost, one other node that runs no ranks takes over
+all of its ranks: a spare node, or one that connects later. The new process loads the program and
+reports that it has no state yet (`State.JOINING`). It is then admitted by a separate epoch, which
+the other ranks enter at the end of a step. Until then, the process is not a rank, and the other
+ranks are not affected if it ends.
 
-[Note: two processes of one rank] A node that is cut off may still run its ranks when others take
-their places. Epochs therefore say which process they mean, by how many processes held the rank
-before (`Epoch.lives`). A process that reads that it has been replaced ends with an error.
+[Note: two processes of one rank] A node that is cut off may still be running its ranks after other
+processes have replaced them. Each epoch therefore identifies the process of a rank by how many
+processes held the rank before it (`Epoch.lives`). A process that finds that it has been replaced
+exits with an error.
 
 [Note: no endless replacement] `--max-replacements` limits the number of replacement processes in a
-job. If a process ends on its own before it has joined, another process would end in the same way,
-so no further process is started for that rank. A process that does not join although the other
-ranks are waiting for it is killed after `JOINS_S`. A process that takes a long time to load is not
-killed, because no rank waits for it.
+job. If a process exits on its own before it has joined, another one would exit in the same way, so
+no further process is started for that rank. A process that keeps the other ranks waiting for it is
+killed after `JOINS_S`. A process that is slow to load is not killed, because no rank waits for it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class _Stage(Enum):
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one lost rank.
+    """The replacement of one lost rank.
 
     Attributes:
-        until_s: the time at which the process will be killed. After a kill, the time until which
-            its end is awaited. While the process loads the program, the time at which a delay is
-            reported.
-        is_killed: whether the node was told to kill the dismissed process.
+        until_s: the deadline of the current stage. While the process loads the program, a delay is
+            reported at this time; later, the process is killed at this time; after a kill, this is
+            how long to wait for the process to end.
+        is_killed: whether the node has been told to kill the dismissed process.
     """
 
     stage: _Stage = _Stage.WANTED
@@ -64,17 +64,17 @@ class _Place:
 
 
 class Replacements:
-    """The processes that take the places of the current attempt's lost ranks.
+    """The processes that replace the current attempt's lost ranks.
 
     Args:
-        admissions: the object that admits the processes.
-        send: a function that sends a command to a node.
-        say: a function that prints a line.
+        admissions: admits the processes.
+        send: sends a command to a node.
+        say: prints a line for the user.
         report: the job's report, to which each rank that is not replaced is added.
-        free: a function that returns the connected nodes that run no ranks.
-        start_joining: a function that starts the ranks of a node as replacements, given the world,
-            the node's name, the newest epoch, and how many processes held each rank before.
-        joins_s: how long an admitted process may take to join, once other ranks wait for it.
+        free: returns the connected nodes that run no ranks.
+        start_joining: starts all ranks of a node as replacements. The arguments are the world, the
+            node's name, the newest epoch, and how many processes held each rank before.
+        joins_s: how long an admitted process may keep other ranks waiting for it to join.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Replacements:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any process has yet to join, or could be started now."""
+        """Whether any replacement has yet to join or could be started now."""
         return bool(self._places) or any(self._fitting(num) for num in self._vacant.values())
 
     def deadline_s(self) -> float:
@@ -114,7 +114,7 @@ class Replacements:
         return min((place.until_s for place in self._places.values()), default=float("inf"))
 
     def is_joining(self, world: World, rank: int) -> bool:
-        """Return whether a rank's process has started but has not become a rank yet."""
+        """Return whether a replacement process is running for a rank but is not admitted."""
         self._follow(world)
         place = self._places.get(rank)
         return place is not None and place.stage in (_Stage.STARTED, _Stage.DISMISSED)
@@ -148,7 +148,7 @@ class Replacements:
                 self._give_up(world, [rank], f"its replacement {decide.describe_code(code)}")
 
     def _vacate(self, world: World, node: str) -> None:
-        """Let the ranks of a lost node wait for another node, if there is none yet."""
+        """Let the ranks of a lost node wait until another node can take them over."""
         ranks = world.nodes[node]
         for rank in ranks:
             self._places.pop(rank, None)
@@ -169,7 +169,8 @@ class Replacements:
         """Report that ranks will not be replaced.
 
         Args:
-            line: the line to print instead of the usual one.
+            why: the reason, as recorded in the report.
+            line: the line to print instead of the default one.
         """
         for rank in ranks:
             self._places.pop(rank, None)
@@ -188,18 +189,20 @@ class Replacements:
         ]
 
     def set_aside(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the lost ranks whose folders must be set aside for new processes.
+        """Return the lost ranks whose folders will be renamed to make room for new processes.
 
-        Each rank is mapped to the number of folders that have already been set aside for that rank.
+        Each rank is mapped to how many of its folders have been renamed before.
         """
         wanted = self._at(_Stage.WANTED)[: self._max - self._num_started]
         return {rank: self._numbers.get(rank, 0) for rank in ranks if rank in wanted}
 
     def note_ended(self, world: World, rank: int, code: int, error: str = "") -> decide.JoinerEnded:
-        """Handle the end of a process that had not joined. The ranks may be running or stopping.
+        """Handle the end of a process that had not been admitted.
+
+        This may happen while the attempt is running or being stopped.
 
         Args:
-            error: the reason why the process could not be started; "" if it was started.
+            error: why the process could not be started; "" if it was started.
         """
         place = self._places.pop(rank, None)  # None: the loss of its node was handled already
         if place is None or place.stage is not _Stage.STARTED:
@@ -233,13 +236,13 @@ class Replacements:
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
-        """Let ranks whose nodes were lost before a process was started wait for other nodes."""
+        """Let ranks wait for another node if their node was lost before a process was started."""
         nodes = {world.node_of(rank) for rank in self._at(_Stage.WANTED)}
         for node in nodes.difference(world.present):
             self._vacate(world, node)
 
     def _start_elsewhere(self, world: World, now_s: float) -> list[decide.Event]:
-        """Start the ranks of lost nodes on free ones."""
+        """Start the ranks of lost nodes on free nodes."""
         events: list[decide.Event] = []
         for lost, num_ranks in list(self._vacant.items()):
             node = self._fitting(num_ranks)
@@ -255,7 +258,7 @@ class Replacements:
         return events
 
     def _move(self, world: World, lost: str, node: Node, now_s: float) -> list[decide.Event]:
-        """Start the ranks of a lost node on another one."""
+        """Start the ranks of a lost node on another node."""
         ranks, former = world.nodes[lost], world.hosts[lost]
         world.move_ranks(lost, node)
         self._forget_given_up(world, ranks)
@@ -300,7 +303,7 @@ class Replacements:
         return [rank for rank, place in self._places.items() if place.stage is stage]
 
     def _watch(self, world: World, now_s: float) -> list[decide.Event]:
-        """Forget the processes that have joined; report or kill those that take too long."""
+        """Stop tracking the processes that have joined; report or kill those that take too long."""
         delaying = self._admissions.delayed_by(world)
         events: list[decide.Event] = []
         for rank, place in list(self._places.items()):
@@ -328,7 +331,7 @@ class Replacements:
             )
 
     def _end(self, world: World, rank: int, now_s: float) -> list[decide.Event]:
-        """Kill a process that takes too long; stop waiting for one that survives SIGKILL."""
+        """Kill a process that takes too long; if it survives SIGKILL, stop waiting for it."""
         place = self._places[rank]
         if place.stage is _Stage.ADMITTED:
             place.until_s = float("inf")
@@ -347,14 +350,13 @@ class Replacements:
         self._send(world.node_of(rank), m.KillRanks(attempt=world.number, ranks=[rank]))
 
     def dismiss(self, world: World, ranks: Iterable[int], now_s: float) -> None:
-        """Now that all ranks have finished, end the processes that have not joined.
+        """End the processes that have not joined, now that all ranks have finished.
 
         A process that is waiting to join exits on its own, with code 0. Any other process is
         killed.
 
         Args:
-            ranks: the ranks of the processes to dismiss. Some of these processes may have ended
-                already.
+            ranks: the ranks whose processes to dismiss, some of which may have ended already.
         """
         self._vacant.clear()
         for rank in self._at(_Stage.WANTED):
@@ -372,17 +374,17 @@ class Replacements:
                 self._kill(world, rank)
 
     def stop(self, world: World) -> None:
-        """Kill the processes that have not joined, because all ranks are being stopped.
+        """Kill the processes that have not been admitted, because all ranks are being stopped.
 
-        These processes have nothing to save. They belong to no group, so a signal handler that
-        waits for other ranks could use up the grace period.
+        These processes have nothing to save. They belong to no group either, so a signal handler in
+        which they wait for other ranks could use up the whole grace period.
         """
         self._follow(world)
         for rank in (*self._at(_Stage.STARTED), *self._at(_Stage.DISMISSED)):
             self._kill(world, rank)
 
     def note_taken_back(self, world: World, now_s: float) -> list[decide.Event]:
-        """Handle admissions that `Admissions` has withdrawn; return events for the attempt."""
+        """Dismiss the processes whose admission was withdrawn; return events for the attempt."""
         gone = [
             rank for rank in self._at(_Stage.ADMITTED) if not self._admissions.is_admitted(rank)
         ]

@@ -1,6 +1,7 @@
 """Read what the ranks of the current attempt report about themselves.
 
-Ranks on the hosting node report in files. Ranks on other nodes report in their node's messages.
+Ranks on the hosting node report through files. The reports of ranks on other nodes arrive in their
+node's messages.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Reports:
 
     Args:
         own_node: the name of this node.
-        meeting: the job's store, which has the ranks that can continue since they began.
+        meeting: the job's store, in which a rank sets a key once it can continue after a loss.
     """
 
     def __init__(self, directory: RunDirectory, own_node: str, meeting: MeetingPlace) -> None:
@@ -42,11 +43,11 @@ class Reports:
         self._remote.update(of_row(row) for row in rows)
 
     def forget(self, rank: int) -> None:
-        """Forget what a lost rank reported, before another process replaces the rank."""
+        """Forget what a lost rank reported, because another process is about to replace it."""
         self._remote.pop(rank, None)
 
     def ask_store(self, world: World, ranks: Iterable[int]) -> None:
-        """Check the store for ranks on other nodes that have yet to report."""
+        """Look in the store for ranks on other nodes whose reports have not arrived."""
         known = {*self._remote, *world.nodes.get(self._own_node, ())}
         asked = [rank for rank in ranks if rank not in known]
         if not asked or self._meeting.how_it_died():
@@ -66,16 +67,16 @@ class Reports:
         return found
 
     def ready_there_ns(self) -> dict[int, int]:
-        """Return the time at which each rank on another node became ready, on its node's clock."""
+        """Return when each rank on another node became ready, by that node's monotonic clock."""
         ready = ((rank, one.ready_there_ns) for rank, one in self._remote.items())
         return {rank: ns for rank, ns in ready if ns}
 
 
 def is_joining(known: Known, rank: int) -> bool:
-    """Return whether a rank has reported that it is waiting for the state."""
+    """Return whether a rank has reported that it is joining and has no training state yet."""
     return rank in known and known[rank].state is State.JOINING
 
 
 def are_finishing(known: Known) -> bool:
-    """Return whether any rank has finished all steps: the others have, too, or soon will."""
+    """Return whether any rank has finished all its steps, so that the others are about to."""
     return any(one.state is State.DONE for one in known.values())

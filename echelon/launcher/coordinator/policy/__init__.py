@@ -1,1 +1,1 @@
-"""Decide whether and how to restart a job, with pure functions over a table of causes."""
+"""Decide whether and how to restart a job, using pure functions and a table of causes."""

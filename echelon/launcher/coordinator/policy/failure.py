@@ -1,4 +1,4 @@
-"""Define the facts about a failed attempt on which the restart policy is based."""
+"""Define the facts about a failed attempt that the restart policy takes into account."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ class Failure:
             error files.
         is_likely: whether the verdict's confidence is `likely` or `certain`.
         is_certain: whether the verdict's confidence is `certain`.
-        said: one clause for users, such as "rank 2 raised ValueError: a corrupt batch".
-        site: what failed and where ("ValueError at train.py:88 in compute"). A repeated failure has
-            the same site.
+        said: a one-clause description for users, such as "rank 2 raised ValueError: a corrupt
+            batch".
+        site: what failed and where, such as "ValueError at train.py:88 in compute". Two failures
+            with the same cause and site count as the same failure.
         culprit_ranks: the verdict's culprits, or the first rank that failed.
         nodes: the names of the culprits' nodes, in rank order.
         hosts: the host names of these nodes, in the same order.
         last_step: the last step that the culprit began; -1 if the culprit recorded no steps.
-        is_killed: whether the culprit was killed by a signal, or lost with its node.
-        is_outside: whether the culprit's error is about the network or a file system.
+        is_killed: whether the culprit was killed by a signal or lost with its node.
+        is_outside: whether the culprit's error points to the network or a file system.
         owns_memory: whether the job itself used up the memory; None if unknown.
         saving_s: how long the culprit had been writing or reading a checkpoint when it was
-            examined, in seconds; 0 if it was not.
-        idle_ranks: the culprits whose processes used no processor time during the examination.
+            examined, in seconds; 0 if it was doing neither.
+        idle_ranks: the culprits whose processes used no CPU time while they were examined.
     """
 
     attempt: int
@@ -51,12 +52,12 @@ class Failure:
     idle_ranks: tuple[int, ...] = ()
 
     def repeats(self, other: Failure) -> bool:
-        """Return whether this failure repeats an earlier one."""
+        """Return whether this failure has the same cause and site as another one."""
         return self.cause == other.cause and self.site == other.site
 
 
 def without(failure: Failure, ranks: Collection[int]) -> Failure:
-    """Return a failure without some of its culprits."""
+    """Return a copy of a failure from which the given ranks are removed as culprits."""
     if not ranks:
         return failure
     return replace(failure, culprit_ranks=tuple(r for r in failure.culprit_ranks if r not in ranks))

@@ -1,7 +1,7 @@
 """Collect the facts about a failed attempt from its world, its incident and its verdict.
 
-If the verdict is late, the facts come from the first rank that ended: its exit code, and the error
-in its black box.
+If there is no verdict yet, the facts come from the first rank that failed: its exit code, and the
+error in its black box.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_SITE = 300
 def incident_of(
     world: World, incidents: list[Incident], ended_by: decide.EndedBy
 ) -> Incident | None:
-    """Return the incident that ended a world; None if there is no such incident."""
+    """Return the incident of the stall or failure that ended a world; None if there is none."""
     kind = "stall" if ended_by is decide.EndedBy.STALL else "failure"
     mine = [one for one in incidents if one.attempt == world.number and one.kind == kind]
     lasting = [one for one in mine if not one.recovered]
@@ -36,7 +36,7 @@ def incident_of(
 
 
 def failure_of(world: World, incident: Incident | None) -> Failure:
-    """Return the known facts about the failure of a world."""
+    """Return what is known about the failure of a world."""
     verdict = None if incident is None else incident.verdict
     if verdict is not None:
         assert incident is not None
@@ -106,14 +106,14 @@ def _by_ends(world: World, incident: Incident | None) -> Failure:
 def _last_step(
     world: World, incident: Incident | None, rank: int, around: Circumstances | None
 ) -> int:
-    """Return a rank's last step, or another rank's last step if the rank's record is missing."""
+    """Return a rank's last step, or another rank's if this rank left no record; -1 if unknown."""
     if around is None:
         around = _look(incident, [other for other in range(world.size) if other != rank])
     return -1 if around is None else around.last_step
 
 
 def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | None:
-    """Read the circumstances of one of the given ranks; see `circumstances`."""
+    """Read the circumstances of one of the given ranks from the incident; see `circumstances`."""
     if incident is None:
         return None
     from echelon.launcher.incident.circumstances import circumstances  # imported only if needed

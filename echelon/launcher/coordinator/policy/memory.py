@@ -1,7 +1,7 @@
-"""Encode the restart policy's memory of a job as text, for nodes that may host the job next.
+"""Serialize the restart policy's memory of a job for the nodes that may host the job next.
 
-Without this memory, each failover would reset the counts of restarts and failures, and would allow
-suspect nodes to be used without a probe.
+Without this memory, each failover would reset the counts of restarts and failures, and suspect
+nodes would be used again without a probe.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MOST_KEPT = 16  # failures, and decisions: every node gets them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """The restart policy's memory of a job, as of the last start or end of an attempt.
+    """The restart policy's memory of a job, as of the latest start or end of an attempt.
 
     Attributes:
         failures: the job's failures, oldest first.
-        avoided: the names of the nodes that worlds avoid.
-        decisions: the entries of report.json about restarts, oldest first.
-        over: the latest attempt that has ended; -1 if no attempt has ended.
+        avoided: the names of the nodes that new worlds avoid.
+        decisions: the restart decisions in report.json, oldest first.
+        over: the number of the latest attempt that has ended; -1 if none has.
         suspected: the failure whose nodes must be probed before the next attempt, if any.
     """
 
@@ -36,7 +36,7 @@ class Memory:
 
 
 def pack(memory: Memory) -> str:
-    """Encode a memory as text, including only the latest failures and decisions."""
+    """Serialize a memory as text, keeping only the latest failures and decisions."""
     kept = replace(
         memory,
         failures=memory.failures[-MOST_KEPT:],
@@ -46,7 +46,7 @@ def pack(memory: Memory) -> str:
 
 
 def unpack(text: str) -> Memory:
-    """Return the memory that was encoded by `pack`; an empty text gives an empty memory.
+    """Deserialize the output of `pack`. An empty string gives an empty memory.
 
     Raises:
         ValueError: the text is malformed.
@@ -75,7 +75,7 @@ def _number(value: object) -> int:
 
 
 def _failure(values: Any) -> Failure:
-    """Check every value against the type of its field, and return the values as a failure."""
+    """Build a failure from deserialized values, checking the type of each field."""
     if not isinstance(values, dict):
         raise TypeError(f"expected the fields of a failure, got {values!r:.50}")
     read: dict[str, Any] = {name: _CHECKS[name](value) for name, value in values.items()}

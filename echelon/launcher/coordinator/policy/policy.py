@@ -1,9 +1,8 @@
-"""Decide what follows a failure, given the earlier failures and the policy table.
+"""Decide what follows a failure, based on the earlier failures and the policy table.
 
-A failure repeats an earlier failure if both have the same cause and site, and the job has completed
-no new step since the earlier failure. If the step differs, the error may not be deterministic, so
-the job gets one more attempt. The count of repetitions is reset only by new steps, not by other
-failures.
+A failure repeats an earlier one if both have the same cause and site, and the job has completed no
+new step in between. If the two occurred at different steps, the error may not be deterministic, so
+the job gets one more attempt. Only new steps reset the count of repetitions; other failures do not.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_REMEMBERED = 64  # failures; older ones say little about the next attempt
 
 
 class Action(Enum):
-    """The kinds of decisions about a failed attempt."""
+    """What can follow a failed attempt."""
 
     CONTINUE = "continue"  # with the nodes that remain; no restart is counted
     RESTART = "restart"
@@ -31,10 +30,10 @@ class Action(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """A decision on what follows a failed attempt, and its reason.
+    """The decision on what follows a failed attempt.
 
     Attributes:
-        reason: the reason, as one clause.
+        reason: the reason for the decision, as one clause.
         pause_s: the pause before the next attempt, in seconds.
         exclude: the names of the nodes to avoid in later worlds.
     """
@@ -52,8 +51,8 @@ def decide(
 
     Args:
         history: the job's earlier failures, oldest first.
-        exclude_after: how many failures a node may cause before it is avoided; 0 for no limit.
-        can_replace: whether enough other nodes are connected to replace the failed nodes.
+        exclude_after: the number of failures after which a node is avoided; 0 means never.
+        can_replace: whether enough nodes are connected to replace those of the culprits.
     """
     row = row_for(failure)
     same = repeated(failure, history)
@@ -72,14 +71,14 @@ def decide(
 
 
 def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the earlier occurrences of a failure since the job last completed a new step."""
+    """Return the earlier occurrences of a failure since the job last made progress."""
     return [one for one in _since_progress(failure, history) if failure.repeats(one)]
 
 
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the failures since the job reached its furthest step.
+    """Return the earlier failures since the job first reached its furthest step.
 
-    The list is empty if the current failure occurred at a later step than all earlier failures.
+    The list is empty if the current failure occurred at a later step than all earlier ones.
     """
     furthest, stuck = -1, 0
     for place, one in enumerate(history):
@@ -106,7 +105,7 @@ def _pause_s(row: Row, failure: Failure, history: Sequence[Failure]) -> float:
 def _about_nodes(
     failure: Failure, history: Sequence[Failure], exclude_after: int, can_replace: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the message about a failure, and the names of the nodes to avoid."""
+    """Return the reason to give for a decision, and the names of the nodes to avoid."""
     reason = failure.said or failure.cause
     if not exclude_after or not _blames(failure):
         return reason, ()
@@ -123,5 +122,5 @@ def _about_nodes(
 
 
 def _blames(failure: Failure) -> bool:
-    """Return whether a failure counts against its nodes."""
+    """Return whether a failure counts against the culprits' nodes."""
     return row_for(failure).blames_node and (failure.is_certain or failure.is_killed)

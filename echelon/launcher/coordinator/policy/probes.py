@@ -1,9 +1,9 @@
 """Define, for each cause of failure, the probes that a suspect node must pass.
 
-`docs/restarts.md` contains the tables `ASKED` and `ANSWERS`. A cause that is not listed requires no
+`docs/restarts.md` shows the tables `ASKED` and `ANSWERS`. A cause that is not listed requires no
 probe, because it does not depend on the machine. A node with a broken device or too little memory
-is replaced immediately. A node with a faulty network or disk gets more tries, because other nodes
-may have the same fault.
+is replaced after the first failed probe. A node with a network or disk fault gets more tries,
+because the fault may affect the other nodes too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PATIENCE_S = 600.0  # then the restart happens all the same: a probe may be wron
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """The probes that certain causes require.
+    """A row of the table `ASKED`: the probes that certain causes require.
 
     Attributes:
-        if_outside: whether to require the probes only for errors about the network or a file
-            system.
+        if_outside: whether the probes are required only for errors that point to the network or a
+            file system.
     """
 
     causes: tuple[str, ...]
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The consequence of a failed probe.
+    """A row of the table `ANSWERS`: what follows if a probe keeps failing.
 
     Attributes:
         tries: the number of failed probes after which the node is replaced, if possible.
@@ -93,7 +93,7 @@ def tries_of(probe: str) -> int:
 
 
 def wait_s(num_failed: int) -> float:
-    """Return the pause, in seconds, after `num_failed` failed probes in a row."""
+    """Return how long to wait after `num_failed` failed probes in a row, in seconds."""
     return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(num_failed - 1, 30)))
 
 

@@ -1,9 +1,8 @@
-"""Define the restart policy's table.
+"""Define the restart policy's table, which `docs/restarts.md` shows.
 
 The first row that matches a failure applies. The column `repeats` limits how often the same failure
-may occur again before a new step is completed. With 0, the job stops at the first occurrence; with
-1, it stops at the second. With None, only `--max-restarts` applies. `docs/restarts.md` contains the
-table.
+may recur before the job completes a new step: with 0, the job stops at the first occurrence; with
+1, it stops at the second; with None, only `--max-restarts` limits it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Evidence(Enum):
 
 
 class Pause(Enum):
-    """The kinds of delay before the next attempt."""
+    """When to pause before the next attempt."""
 
     IF_REPEATED = "after repetitions"  # none before the first repetition
     ALWAYS = "always"  # an external cause needs time to recover
@@ -48,14 +47,14 @@ class Pause(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row of the table, which covers one or more causes.
+    """A row of the table, which covers one or more causes.
 
     Attributes:
-        causes: the causes that the row covers; () means any other cause.
+        causes: the causes that the row covers; () means all causes that no other row covers.
         blames_node: whether failures count against the culprit's node (`--exclude-after`).
         may_pass: whether a stall with this cause may clear on its own. If so, `--on-stall restart`
-            waits before it restarts the job.
-        why: the reason in the message "no restart: ...".
+            waits for a while before it restarts the job.
+        why: the reason given in the message "no restart: ...".
     """
 
     causes: tuple[str, ...]

@@ -4,9 +4,9 @@
        ^                             |
        +-- back-off -----------------+-- a probe failed: excluded if another node can take its place
 
-To measure a link, a partner node is asked to listen, and then the suspect node measures the link to
-the partner. Probes are requested by messages, and never block this module. The findings are added
-to `report.json`, and to the incidents of the next attempt.
+To measure a link, a partner node is first asked to listen; then the suspect node measures the link
+to it. Probes run on the nodes and are requested through messages, so this module never blocks. The
+findings are added to `report.json` and to the incidents of the next attempt.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _FIRST_NUMBER = 1
 
 @dataclass(slots=True)
 class _Round:
-    """One round of probes of all suspect nodes.
+    """One round of probes on all suspect nodes.
 
     Attributes:
-        tasks: the tasks of each node in the current phase.
-        links: the (suspect, partner) pairs to measure once the partner is listening.
-        found: the (node, finding) pairs so far.
+        tasks: the tasks of each node that has not answered in the current phase.
+        links: the (suspect, partner) pairs of nodes to measure once the partners are listening.
+        found: the findings so far, as (node, finding) pairs.
     """
 
     number: int
@@ -60,9 +60,9 @@ class Probing:
     """The probes that run on a job's nodes between two attempts.
 
     Args:
-        decisions: the decisions in the report; findings are added to the last decision.
+        decisions: returns the report's decisions; findings are added to the last one.
         host_address: the address at which nodes reach the hosting node.
-        note: a function that is called after each round of probes.
+        note: called after each round of probes.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Probing:
 
     @property
     def is_over(self) -> bool:
-        """Whether the next world may begin."""
+        """Whether no node is left to probe, so that the next world may begin."""
         return not self._suspects
 
     @property
     def waits_for(self) -> str:
-        """What the probing is waiting for, in words; "" if it is not waiting."""
+        """A description of the probes that are still awaited; "" if there are none."""
         hosts = ", ".join(self._host_of(name) for name in self._suspects)
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 
@@ -110,12 +110,12 @@ class Probing:
         return self._next_s if self._round is None else self._round.due_s
 
     def begin(self, failure: Failure | None, attempt: int, now_s: float) -> None:
-        """Begin probing the nodes that are suspect after a failure.
+        """Start to probe the nodes that are suspect after a failure.
 
         Args:
             failure: the failure; None means that no node is suspect.
             attempt: the number of the next attempt.
-            now_s: the time at which the probing begins.
+            now_s: the time at which the first round is due.
         """
         self._round, self._failed, self._suspects = None, {}, []
         self._probes = () if failure is None else probes_for(failure)
@@ -143,7 +143,7 @@ class Probing:
                 present.found.append((node, finding))
 
     def step(self, now_s: float) -> None:
-        """Carry out the steps that are due."""
+        """Start or finish a round of probes if it is due."""
         if not self._suspects:
             return
         if self._round is None:
@@ -161,7 +161,7 @@ class Probing:
             self._note()
 
     def _ask(self, now_s: float) -> _Round:
-        """Ask the suspect nodes to run all probes, and their partners to listen."""
+        """Ask the suspect nodes to run their own probes, and the partners to listen."""
         tasks: dict[str, list[Task]] = {}
         links = list(self._links()) if NETWORK in self._probes else []
         token = new_token()
@@ -201,7 +201,7 @@ class Probing:
 
     @property
     def _has_pairs(self) -> bool:
-        """Return whether the failure names several nodes."""
+        """Whether the failure names several nodes, so that the links between them are measured."""
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:
@@ -241,7 +241,7 @@ class Probing:
         present.tasks.clear()
 
     def _conclude(self, present: _Round, now_s: float) -> None:
-        """Report the findings. A broken node is probed again later or excluded."""
+        """Report the findings of a round; probe broken nodes again later, or exclude them."""
         self._round = None
         rows = [(name, finding) for name, finding in present.found if name in self._suspects]
         self._keep(rows)
@@ -264,7 +264,10 @@ class Probing:
             self._suspects = []
 
     def _exclude(self, name: str, broken: Sequence[Finding]) -> bool:
-        """Exclude a node that failed its probes, if another node can replace it."""
+        """Count a node's failed round; exclude the node if it failed too often and is replaceable.
+
+        Return whether the node was excluded.
+        """
         self._failed[name] = self._failed.get(name, 0) + 1
         is_due = any(self._failed[name] >= tries_of(one.probe) for one in broken)
         is_only_a_link = self._has_pairs and all(one.probe == NETWORK for one in broken)
@@ -287,7 +290,7 @@ class Probing:
         self._say(f"probe of {self._host_of(name)} failed: {what}; {after}")
 
     def _keep(self, rows: Sequence[tuple[str, Finding]]) -> None:
-        """Add findings to the decision. Earlier findings are removed unless they are failures."""
+        """Add findings to the last decision, and drop its earlier findings except for failures."""
         kept = [one for one in self._last().get("probes", []) if one["state"] == State.BROKEN.value]
         for name, finding in rows:
             kept.append({"before": self._attempt, "host": self._host_of(name), **finding.to_json()})
@@ -319,7 +322,7 @@ class Probing:
 
 
 def evidence(decisions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the measurements made before the current attempt, as one sentence per probe."""
+    """Describe the probes that ran before the current attempt, in one sentence each."""
     probes = decisions[-1].get("probes", []) if decisions else []
     return [
         f"the probe before attempt {one['before']} "

@@ -1,7 +1,7 @@
 """Handle the end of an attempt: wait for the verdict, decide on a restart, report it, and pause.
 
-Under the smart policy, a restart waits a few seconds for the verdict, because a restart may not fix
-the failure. A verdict that arrives later is used for later decisions.
+Under the `smart` policy, a restart waits a few seconds for the verdict, which may show that a
+restart would fail in the same way. A verdict that arrives too late still counts in later decisions.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Restarting:
         return False
 
     def decide(self, world: World, end: EndAttempt) -> bool:
-        """Decide whether another attempt follows, report the reason, and return the result."""
+        """Return whether another attempt follows, and report the reason."""
         self.over, self.suspected = world.number, None
         self._revise()
         known: list[Failure] = []
@@ -110,11 +110,11 @@ class Restarting:
         return decision.action is not Action.STOP
 
     def history(self) -> str:
-        """Return how the earlier attempts ended, as JSON for the workers."""
+        """Return a JSON account of how the earlier attempts ended, for the workers."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:
-        """Return the memory of this job's restart policy, for a node that takes over the job."""
+        """Return the restart policy's memory as text, for a node that takes over the job."""
         known = Memory(
             failures=tuple(self.restarts.failures),
             avoided=self._roster.avoided,
@@ -125,7 +125,7 @@ class Restarting:
         return pack(known)
 
     def inherit(self, memory: str) -> None:
-        """Continue with a former host's memory; print one line if the memory cannot be decoded."""
+        """Continue with a former host's memory; print one line if it cannot be deserialized."""
         try:
             known = unpack(memory)
         except ValueError as err:
@@ -137,7 +137,7 @@ class Restarting:
         self.over, self.suspected = known.over, known.suspected
 
     def _revise(self) -> None:
-        """Update earlier failures with newly arrived verdicts."""
+        """Update the facts about earlier failures with verdicts that have arrived since."""
         late, self._late = self._late, []
         for world, incident in late:
             if self._verdicts.is_open(incident):

@@ -1,10 +1,10 @@
 """Decide whether another attempt follows, based on how the earlier attempts ended.
 
-The policy (`policy/policy.py`) decides what follows a failure, within `--max-restarts`. The loss of
-a node does not use up a restart, because the next world may succeed without the node. Once several
-attempts in a row have lost a node soon after they started, each further loss of this kind does use
-up a restart. This rule keeps the job from restarting indefinitely. Departures of nodes,
-preemptions, and stops by the user are not failures.
+The policy (`policy/policy.py`) decides what follows a failure, within the limit of
+`--max-restarts`. The loss of a node does not count as a restart, because the next world may succeed
+without that node. However, once several attempts in a row have lost a node soon after their start,
+each further such loss does count, so that the job cannot restart indefinitely. A node that leaves
+on request, a preemption, or a stop by the user is not a failure.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Restarts:
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Return whether an attempt failed, rather than being stopped from outside."""
+        """Return whether an attempt failed rather than being stopped from outside."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 
     def revise(self, attempt: int, failure: Failure) -> None:
-        """Replace the facts about an earlier failure after its verdict has arrived."""
+        """Replace the facts about an attempt's failure, now that its verdict has arrived."""
         self.failures = [failure if one.attempt == attempt else one for one in self.failures]
 
     def next(
@@ -83,7 +83,7 @@ class Restarts:
         explain: Callable[[], Failure],
         others: Callable[[Sequence[str]], int] = lambda _: 0,
     ) -> Decision | None:
-        """Return the decision about what follows an attempt, or None if there is nothing to decide.
+        """Decide what follows an attempt; return None if there is nothing to decide.
 
         Args:
             end: how the attempt ended.
@@ -92,10 +92,8 @@ class Restarts:
             lasted_s: how long the attempt ran, in seconds.
             num_nodes: how many nodes are connected now.
             low: the minimum number of nodes in a world.
-            explain: a function that returns the facts about the failure. It is called only if
-                needed.
-            others: a function that returns how many nodes could take part, not counting the given
-                nodes.
+            explain: returns the facts about the failure; called only if they are needed.
+            others: returns how many nodes could take part without the given nodes.
         """
         is_leave = end.failed and end.ended_by is EndedBy.LEAVE
         if not (is_leave or self.is_failure(end)):
@@ -116,7 +114,7 @@ class Restarts:
         return decision
 
     def _why_over(self) -> str:
-        """Return why no further restart is allowed, or "" if a restart is allowed."""
+        """Return why no further restart is allowed; "" if one is allowed."""
         if self._policy == "never":
             return "--restart-policy never"
         if self.num_used < self._max:
@@ -136,7 +134,7 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether the loss or departure of nodes allows a restart outside the budget."""
+        """Return whether a restart does not use up the budget, because nodes were lost or left."""
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

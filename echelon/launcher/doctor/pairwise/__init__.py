@@ -1,1 +1,1 @@
-"""`echelon doctor --pairwise`: measure the links of a job before it starts."""
+"""Implement `echelon doctor --pairwise`, which measures the links of a job before it starts."""

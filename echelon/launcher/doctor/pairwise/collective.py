@@ -1,7 +1,7 @@
 """Run `echelon.planner.pairs` under a time limit, with the options of the planned job.
 
-The measurement uses a temporary run directory. If the run fails, the directory is kept and the
-message contains its path.
+The measurement uses a temporary run directory. If the run fails, the directory is kept, and the
+error message contains its path.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ _TEXTS = (
 
 
 def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> dict[str, Any]:
-    """Return what the ranks measured, or {"error": reason}. Blocks for at most two minutes.
+    """Measure with the job's ranks; return the figures, or {"error": reason}.
+
+    Blocks for about two minutes at most.
 
     Args:
         args: the options of `echelon doctor`.
-        meeting: the rendezvous of the nodes; None for a job with one node.
+        meeting: the rendezvous of the nodes; None for a single-node job.
     """
     if meeting is not None and not meeting.is_host:
         _wait_until_closed(meeting)
@@ -70,7 +72,7 @@ def _command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def run_options(args: Mapping[str, Any]) -> list[str]:
-    """Return the `echelon run` options for the nodes and ranks that `args` describes."""
+    """Return the options with which `echelon run` starts the nodes and ranks given by `args`."""
     found = ["--nproc-per-node", str(args["nproc_per_node"])]
     if not args["rdzv_endpoint"] and not args["master_addr"]:
         return [*found, "--standalone"]
@@ -89,7 +91,7 @@ def run_options(args: Mapping[str, Any]) -> list[str]:
 
 
 def _run(command: list[str], limit_s: float) -> tuple[str, int]:
-    """Return the launcher's output and exit code; stop the launcher after `limit_s` seconds."""
+    """Run a launcher for up to `limit_s` seconds; return its output and exit code."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -111,7 +113,7 @@ def _run(command: list[str], limit_s: float) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a launcher at the end of the block. The launcher's guard then kills the ranks."""
+    """Kill a launcher when the `with` block ends; the launcher's guard then kills the ranks."""
     try:
         yield
     finally:
@@ -120,7 +122,12 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _why(said: str, run: Path) -> str:
-    """Return why a run failed: its verdict's summary, or else its most informative line."""
+    """Return why a run failed: the verdict's summary, or else the most informative output line.
+
+    Args:
+        said: the output of the launcher.
+        run: the run directory.
+    """
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         report = json.loads((run / "report.json").read_text())
         return str(report["incidents"][-1]["verdict"]["summary"])[:_MOST_SAID]
@@ -130,7 +137,7 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait until the host has closed the port that the launcher will bind."""
+    """Wait up to 3 s until the host's doctor has closed the port that the launcher will bind."""
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

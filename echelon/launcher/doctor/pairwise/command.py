@@ -1,4 +1,4 @@
-"""Implement `echelon doctor --pairwise`, which measures the links between nodes."""
+"""Add the options of `echelon doctor --pairwise`, and run its measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME = "pairwise"  # the name of the line that carries an outcome between nodes
 
 
 def add_pairwise_options(group: argparse._ArgumentGroup, default: Defaults) -> None:
-    """Add the options that select what to measure and which nodes take part."""
+    """Add the options that turn the measurements on and configure them."""
     group.add_argument(
         "--pairwise",
         action="store_true",
@@ -51,11 +51,11 @@ def add_pairwise_options(group: argparse._ArgumentGroup, default: Defaults) -> N
 
 
 class Pairwise:
-    """One pairwise measurement of a job's nodes.
+    """One run of the pairwise measurements.
 
     Attributes:
         outcome: the measurements so far.
-        has_met: whether other nodes take part.
+        has_met: whether this node measures together with other nodes.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -68,7 +68,7 @@ class Pairwise:
     ) -> Iterator[Check]:
         """Connect to the other nodes and measure the links; yield the checks across nodes.
 
-        Call this method on all nodes.
+        All nodes must call this method.
         """
         from echelon.launcher.doctor.checkup import Host, Result, check_nodes  # gRPC
         from echelon.launcher.doctor.pairwise.measuring import measure

@@ -1,8 +1,8 @@
-"""Measure all nodes and pairs. The host requests the probes, and the nodes run them.
+"""Measure all nodes and pairs of nodes. The host requests the probes, and the nodes run them.
 
 First, all nodes measure their own disk, memory and devices at the same time. Then the pairs are
-measured in rounds. No node takes part in two measurements at once. A node that does not answer
-counts as broken.
+measured in rounds, in which no node takes part in more than one measurement. A node that does not
+answer counts as broken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GRACE_S = 5.0  # beyond a probe's own deadline, for the answer to arrive
 
 
 def own_tasks(folder: str) -> list[Task]:
-    """Return the probes that a node runs on its own devices, memory and disk."""
+    """Return the probes of a node's own disk, memory and devices."""
     return [Task(probe=STORAGE, folder=folder), Task(probe=MEMORY), Task(probe=DEVICE)]
 
 
@@ -60,7 +60,7 @@ def _task(host: Host, other: Member) -> Task:
 
 
 def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
-    """Return one finding per task; a node that does not answer is reported as broken."""
+    """Return one finding per task; each is BROKEN if the node gave no valid answer."""
     try:
         found = [Finding.unpack(text) for text in answer.findings] if answer else []
     except ValueError:
@@ -72,7 +72,7 @@ def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
 
 
 def _names(host: Host) -> list[str]:
-    """Return the names of the hosts, with an address appended to each duplicate name."""
+    """Return the members' host names, with the address appended to names that are not unique."""
     hosts = [member.about.host for member in host.members]
     return [
         name if hosts.count(name) == 1 else f"{name}@{host.address_of(member)}"

@@ -1,4 +1,4 @@
-"""Collect the measurements of a job's nodes and links, and find the slow and broken ones."""
+"""Hold the measurements of a job's nodes and links, and find the slow and broken ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Outcome:
     """All measurements of a job's nodes and links.
 
     Attributes:
-        hosts: the names of the nodes.
-        names: the names of the pairs' members: the hosts, or the ranks of a single host.
-        pairs: the finding for each measured pair, keyed by the pair's members.
-        nodes: the findings from each host's own probes.
-        collective: the measurement across all ranks on the job's backend; None if there is none.
+        hosts: the host names of the nodes.
+        names: the names of the members that form pairs: the hosts, or the ranks of a single host.
+        pairs: the finding for each measured pair, keyed by the indices of its members in `names`.
+        nodes: for each host, the findings of its own probes.
+        collective: the measurement across all ranks with the job's backend; None if not measured.
     """
 
     hosts: list[str]
@@ -35,14 +35,15 @@ class Outcome:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every part works, even if slowly."""
+        """Whether nothing is broken, although some parts may be slow."""
         found = [*self.pairs.values(), *(one for node in self.nodes for one in node)]
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 
     def costs(self) -> dict[str, dict[Pair, float]]:
-        """Return each pair's latency, in seconds, and inverse bandwidth, in seconds per byte.
+        """Return the cost of each working pair, keyed by "latency" and "bandwidth".
 
-        The inverse bandwidth is that of the slower direction.
+        The cost is the latency in seconds, or the inverse bandwidth of the slower direction in
+        seconds per byte.
         """
         whole = {pair: one.figures for pair, one in self.pairs.items() if not one.is_broken}
         return {
@@ -54,7 +55,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of each slow member or pair, with a description of what is slow."""
+        """Yield the name of each slow member or pair, and a phrase that describes what is slow."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)
@@ -77,11 +78,11 @@ class Outcome:
             yield self.hosts[number], took[number]
 
     def name_of(self, pair: Pair) -> str:
-        """Describe a pair in words."""
+        """Return the name of a pair, such as "host1 - host2"."""
         return f"{self.names[pair[0]]} - {self.names[pair[1]]}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form that `--json` prints."""
+        """Return a JSON-serializable form, which `--json` prints."""
         return {
             "hosts": self.hosts,
             "names": self.names,
@@ -96,7 +97,10 @@ class Outcome:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Outcome:
-        """Read the output of `to_json`. Use this method only on data from a member of the job."""
+        """Rebuild an outcome from the output of `to_json`.
+
+        The data is not fully validated, so it must come from a member of the job.
+        """
         return cls(
             hosts=values["hosts"],
             names=values["names"],
@@ -107,7 +111,7 @@ class Outcome:
 
 
 def note_ranks(outcome: Outcome, rows: Sequence[Sequence[float]]) -> None:
-    """Add the ranks' pairwise measurements, each as [rank, rank, latency in s, bytes per s]."""
+    """Add the measurements between ranks, each given as [rank, rank, latency in s, bytes per s]."""
     for a, b, latency_s, bytes_per_s in rows:
         figures = {LATENCY: latency_s, SENT: bytes_per_s, RECEIVED: bytes_per_s}
         finding = _finding({"probe": NETWORK, "state": "whole", "text": "", "figures": figures})

@@ -1,8 +1,8 @@
 """Find the members and pairs that are slower than the rest.
 
-An outlier is worse than the median by a factor of at least 1.5, and by more than five scaled median
-absolute deviations (1.4826 MAD estimates a standard deviation). The factor protects healthy links
-when all values are nearly equal.
+An outlier exceeds the median by a factor of more than 1.5, and also by more than five standard
+deviations, which are estimated as 1.4826 times the median absolute deviation (MAD). Without the
+factor, healthy links would count as outliers when all values are nearly equal.
 
 First, each member is judged by its best pair, because a slow host is slow with every other host.
 Then the pairs of the remaining members are compared.

@@ -1,6 +1,6 @@
-"""Format measurements as tables with one row for each pair and each node.
+"""Format the measurements as one table of pairs and one table of nodes.
 
-`!` means broken, `~` means slow.
+`!` marks a broken row, and `~` a slow one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_PAIRS = 28  # rows of unbroken pairs, the worst first; eight hosts have thi
 
 
 def lines(outcome: Outcome) -> Iterator[str]:
-    """Yield the lines of the tables, followed by one line for each slow or broken node or pair."""
+    """Yield the lines of the tables, then one line for each node or pair that is slow or broken."""
     if outcome.pairs:
         yield from _pairs(outcome)
     if outcome.nodes:

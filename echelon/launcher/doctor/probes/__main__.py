@@ -18,7 +18,7 @@ from echelon.launcher.doctor.probes.storage import probe_storage
 
 
 def run(task: Task) -> Finding:
-    """Run a probe in this process. If the tested resource hangs, this function hangs too."""
+    """Run a probe in this process. Hangs if the tested resource hangs."""
     if task.probe == finding.STORAGE:
         return probe_storage(task.folder)
     if task.probe == finding.MEMORY:
@@ -32,7 +32,7 @@ def run(task: Task) -> Finding:
 
 
 def _listen(task: Task) -> None:
-    """Report the port of a new listener, and listen until stdin is closed."""
+    """Open a listener, report its port as a finding, and keep it open until stdin is closed."""
     with contextlib.closing(Listener(task.token)) as listener:
         port = {"port": float(listener.port)}
         host = socket.gethostname()

@@ -1,7 +1,7 @@
-"""Run one probe in a separate process, so that a hung disk blocks only the child process.
+"""Run each probe in a separate process, so that a hung disk blocks only the child process.
 
-A child that does not answer in time is killed. The child may be stuck in the kernel, so this
-process does not wait for it. Killed children are reaped when the next child starts, or when this
+A child that does not answer in time is killed. Because it may be stuck in the kernel, this process
+does not wait for it to exit. Killed children are reaped when the next child starts, or when this
 process exits.
 """
 
@@ -70,12 +70,15 @@ class Child:
         return 0 if self._process is None else self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` may have a result; -1 if unavailable."""
+        """Return a descriptor that becomes readable when `poll` may have a result; -1 if none."""
         process = self._process
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
     def poll(self) -> Finding | None:
-        """Return the finding, or None while the child may still answer in time. Never blocks."""
+        """Return the finding, or None if the child has not answered but still has time to do so.
+
+        Never blocks.
+        """
         if self._finding is None:
             self._finding = self._read()
         return self._finding
@@ -102,7 +105,7 @@ class Child:
         return Finding(probe=probe, state=State.BROKEN, text=text)
 
     def close(self) -> None:
-        """Kill the child without waiting for it. May be called twice."""
+        """Kill the child without waiting for it to exit. Safe to call twice."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -116,7 +119,7 @@ class Child:
 
 
 def _reap(wait_s: float = 0.0) -> None:
-    """Reap the killed children. Waits for up to `wait_s` seconds in total."""
+    """Reap the killed children that have exited. Waits up to `wait_s` seconds in total."""
     deadline_s = time.monotonic() + wait_s
     for process in _left:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,7 +132,10 @@ atexit.register(_reap, _REAP_S)
 
 
 def run_all(tasks: Sequence[Task], command: Sequence[str] = COMMAND) -> list[Finding]:
-    """Run probes in parallel, each in its own process; block until the latest deadline at most."""
+    """Run probes in parallel, each in its own process; return one finding per task.
+
+    Blocks until the latest of the tasks' deadlines at most.
+    """
     children = [Child(task, command) for task in tasks]
     try:
         with selectors.DefaultSelector() as selector:

@@ -1,8 +1,8 @@
-"""Check the health of this machine's GPUs with NVIDIA's management library.
+"""Check the health of this machine's GPUs with NVIDIA's management library (NVML).
 
-The check changes no setting and resets no device. A device is broken if it does not answer, has
-uncorrected memory errors, or has a bad memory row whose remapping is pending or has failed. A
-throttled device only counts as slow.
+The check does not change settings or reset devices. A device counts as broken if it does not
+respond, has uncorrected memory errors, or has a bad memory row whose remapping is pending or has
+failed. A throttled device only counts as slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SLOWED = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brak
 
 
 def probe_device() -> Finding:
-    """Check every GPU, if `pynvml` is installed and a driver is loaded."""
+    """Check every GPU; skip the check if `pynvml` is not installed or no driver responds."""
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
@@ -33,10 +33,13 @@ def probe_device() -> Finding:
 
 
 def judge(nvml: Any) -> Finding:
-    """Check all devices known to an initialized management library.
+    """Check all devices that NVML lists.
+
+    Args:
+        nvml: the `pynvml` module, already initialized.
 
     Raises:
-        nvml.NVMLError: the library fails as a whole.
+        nvml.NVMLError: NVML cannot list the devices.
     """
     number = nvml.nvmlDeviceGetCount()
     if not number:
@@ -65,7 +68,7 @@ def judge(nvml: Any) -> Finding:
 def _faults(nvml: Any, device: Any) -> list[str]:
     """Return the faults that make a device unfit for use.
 
-    Values that are not reported count as healthy.
+    A value that the device or its driver does not report counts as healthy.
     """
     found = []
     errors = _asked(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(device, 1, 0))

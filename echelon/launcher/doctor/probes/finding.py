@@ -1,4 +1,4 @@
-"""Define a probe's task and its result. Both are sent as JSON."""
+"""Define the task and the result of a probe, both of which are sent as JSON."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class State(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A probe to be run.
+    """A probe to run.
 
     Attributes:
-        folder: the folder of the job's files (for `storage`).
-        address, port: the address and port of the listener (for `network`).
-        peer: the listener's host name.
+        folder: the folder to test (for `storage`).
+        address, port: where the listener can be reached (for `network`).
+        peer: the listener's host name (for `network`).
         token: a secret that proves that a client belongs to the job (for `network` and `listen`).
     """
 
@@ -69,7 +69,7 @@ class Finding:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the machine is unfit for use."""
+        """Whether the probe found that the machine is unfit for use."""
         return self.state is State.BROKEN
 
     def to_json(self) -> dict[str, Any]:
@@ -104,7 +104,11 @@ _KINDS = {"str": str, "int": int, "float": (int, float), "State": str}
 
 
 def _checked(kind: type[Task | Finding], text: str) -> dict[str, Any]:
-    """Check every value against the type of its field, and return the values."""
+    """Parse the JSON of a task or finding; return its values after checking their types.
+
+    Raises:
+        ValueError: the text is malformed.
+    """
     values = json.loads(text)
     types = {one.name: str(one.type) for one in fields(kind)}
     if not isinstance(values, dict) or not values.keys() <= types.keys():

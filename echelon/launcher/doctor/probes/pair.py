@@ -7,9 +7,9 @@ One end listens on a free port, and the other end measures by sending these mess
     b"d" length ...  9 bytes, then `length` bytes of data; answered like a ping after the last byte
     b"u" length      9 bytes; the answer is `length` bytes
 
-A transfer starts at 64 KiB and is doubled until it takes 50 ms, so that a slow link is measured as
-quickly as a fast one. The result is the fastest of three transfers of that size, minus one round
-trip.
+To measure the bandwidth, the amount of data starts at 64 KiB and is doubled until a transfer takes
+50 ms, so that a slow link is measured as quickly as a fast one. The result is based on the fastest
+of three transfers of that size, minus one round trip.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _CLOCK_S = 1.0  # with a larger offset, the logs of two hosts cannot be compared
 
 
 def new_token() -> str:
-    """Return a new token, which a listener requires from its clients."""
+    """Return a new random token, which a listener requires its clients to send."""
     return secrets.token_hex(16)
 
 
 class Listener:
-    """A server on a free port. Its threads answer measurement requests from other hosts."""
+    """A server on a free port, whose threads answer the measurements of other hosts."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -57,7 +57,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the port, and wait briefly for the thread to end."""
+        """Close the port. Waits up to 5 s for the accepting thread to end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._socket.close()
@@ -79,10 +79,10 @@ class Listener:
 
 
 def _answer(client: socket.socket) -> None:
-    """Answer a client's messages until the client disconnects.
+    """Answer a client's messages until the connection ends.
 
     Raises:
-        OSError: the client has disconnected, or does not respond in time.
+        OSError: the client has disconnected, or has not sent or received anything in time.
     """
     block = bytearray(_BLOCK)
     while True:
@@ -98,7 +98,7 @@ def _answer(client: socket.socket) -> None:
 
 
 def probe_pair(task: Task) -> Finding:
-    """Measure the link to a listener. Each exchange may take up to 5 s."""
+    """Measure the link to the listener that a task names. Each exchange may take up to 5 s."""
     try:
         figures = _measure(task)
     except (OSError, struct.error) as err:
@@ -117,7 +117,7 @@ def probe_pair(task: Task) -> Finding:
 
 
 def _measure(task: Task) -> dict[str, float]:
-    """Return the latency, the bandwidth and the clock offset.
+    """Return the latency, the bandwidth in both directions, and the clock offset.
 
     Raises:
         OSError: the connection failed, or an answer did not arrive in time.

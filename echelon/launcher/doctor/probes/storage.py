@@ -1,4 +1,4 @@
-"""Test the job's disk: write a file in the job's folder, flush it to disk, and read it back."""
+"""Test the disk on which a job keeps its files, by writing, flushing and reading back a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZE = 1 << 20
 
 
 def probe_storage(folder: str) -> Finding:
-    """Write, fsync, read and remove 1 MiB in a folder. Blocks if the disk hangs."""
+    """Write, fsync, read back and remove a 1 MiB file in a folder. Blocks if the disk hangs."""
     name = ""
     try:
         began_s = time.perf_counter()
