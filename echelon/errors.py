@@ -277,7 +277,7 @@ class NonFiniteGradientError(EchelonError):
 
 
 class NotReproducibleError(EchelonError):
-    """A micro-batch gave different bits when it was computed again or on another rank.
+    """A micro-batch's results changed bitwise when recomputed or computed on another rank.
 
     Attributes:
         ranks: the global ranks whose results differ.

@@ -21,7 +21,7 @@ class Job:
         ranks_per_node: the number of neighbouring ranks that share a machine and its fast links.
         batch: the number of sequences per step, over all ranks.
         context: the number of tokens in a sequence.
-        compute_bytes: the size in bytes of a number in the compute dtype: 2 (bf16) or 4.
+        compute_bytes: the size in bytes of an element in the compute dtype: 2 (bf16) or 4.
         loss_chunks: the number of chunks in which logits are computed and freed; with 1, all logits
             are computed at once.
         on_host: whether the ranks compute in host memory.

@@ -112,7 +112,7 @@ def _of_rank(
 
 
 def _ends(model: Model, layout: Layout, *, has_first: bool, has_last: bool) -> float:
-    """Return the number of parameters in a rank's embeddings, head and last norm."""
+    """Return the number of parameters in a rank's embeddings, head and final norm."""
     divisor = layout.tp if model.vocabulary % layout.tp == 0 else 1
     matrix = model.vocabulary * model.width / divisor
     first = matrix + (model.context * model.width if model.learns_positions else 0)

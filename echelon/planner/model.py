@@ -70,7 +70,7 @@ class Model:
         """Replace zeros with default values, and check the sizes.
 
         Raises:
-            ValueError: a model cannot have these sizes.
+            ValueError: the sizes are invalid.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -120,7 +120,7 @@ class Model:
 
     @property
     def last_parameters(self) -> int:
-        """The number of weights after the blocks: the last norm and, unless tied, the head."""
+        """The number of weights after the blocks: the final norm and, unless tied, the head."""
         return self.width + (0 if self.is_tied else self.vocabulary * self.width)
 
     @property

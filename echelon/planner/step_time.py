@@ -97,7 +97,7 @@ def _ring_s(
 def _tensor_s(
     model: Model, layout: Layout, job: Job, machine: Machine, tokens: int, num_blocks: int
 ) -> float:
-    """Return the time taken by two all_reduces per block and pass (Megatron-LM, Shoeybi 2019)."""
+    """Return the time of two all_reduces per block in each pass (Megatron-LM, Shoeybi 2019)."""
     num_calls = 2 * (3 if layout.recompute else 2) * num_blocks * layout.microbatches
     num_bytes = num_calls * tokens * model.width * job.compute_bytes
     return 2 * _ring_s(machine, layout, job, "tp", num_bytes, num_calls)

@@ -44,7 +44,7 @@ class Batch:
         documents: the number of each token's document, counted from 0 within its row: int64 [B, T].
             Tokens attend to each other only where these numbers are equal.
         sources: the index of the source from which each row was drawn: int64 [B].
-        first_sample: the number of the first row's sample, counted over all ranks and steps.
+        first_sample: the index of the first row's sample, counted over all ranks and steps.
 
     Example:
         >>> batch = next(iter(loader))
@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Each token's position within its document's part of the row: int64 [B, T]."""
+        """Each token's position within the part of its document in this row: int64 [B, T]."""
         places = np.broadcast_to(np.arange(self.documents.shape[1]), self.documents.shape)
         starts = np.zeros_like(self.documents)
         begins = self.documents[:, 1:] != self.documents[:, :-1]

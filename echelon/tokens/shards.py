@@ -86,7 +86,7 @@ class TokenShards:
         return np.cumsum(numbers)
 
     def ends(self) -> NDArray[np.int64]:
-        """Return the ends of the folder's documents, in ascending order: int64 [num_documents].
+        """Return the end position of each document, in ascending order: int64 [num_documents].
 
         Raises:
             TokenShardsError: a file of document ends is damaged.

@@ -68,7 +68,7 @@ class ShardWriter:
         shard_tokens: the number of tokens per shard; the last shard may have fewer.
 
     Raises:
-        ValueError: the folder exists, its parent does not, or a size is impossible.
+        ValueError: the folder exists, its parent does not, or a size is invalid.
 
     Example:
         >>> with ShardWriter(Path("tales"), vocabulary_size=257, end_of_document=256) as writer:

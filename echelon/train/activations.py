@@ -63,7 +63,7 @@ def checkpoint_activations(
     Args:
         blocks: the model's blocks in order, such as `model.blocks`.
         mode: "full", "selective", or "none", which changes nothing.
-        every: n, to checkpoint the first block and every n-th block after that block.
+        every: n, to checkpoint the first block and then every n-th block.
         keep: for "selective", the operations (`torch.ops.aten.mm.default`, ...) whose results are
             kept; None means `costly_operations()`.
 

@@ -209,7 +209,7 @@ class FiniteGuard:
         )
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the gradients that an optimizer uses, each once, with the parameters' names."""
+        """Return each distinct gradient that an optimizer uses, with its parameter's name."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for name, parameter in self._module.named_parameters():
             member = member_of(parameter)
@@ -236,7 +236,7 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 
 def _share(name: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """Return the names that the ranks passed, in rank order. Collective."""
+    """Return the name that each rank passed, in rank order. Collective."""
     data = name.encode()[:_NAME_BYTES]
     mine = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
     mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)

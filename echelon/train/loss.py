@@ -54,8 +54,8 @@ def chunked_cross_entropy(
         ignore_index: tokens with this target are excluded from the loss and from the mean.
         reduction: "sum", or "mean" over the tokens that are not ignored (NaN if all are ignored, as
             in torch).
-        chunk_tokens: the number of tokens per chunk; None means that the logits of a chunk take
-            about 64 MiB.
+        chunk_tokens: the number of tokens per chunk; None chooses a size at which a chunk's
+            logits take about 64 MiB.
         recompute: whether the backward pass recomputes the logits, as described at the top of this
             module; None means only for float16. If gradients are computed in the forward pass, a
             second backward pass over the same graph raises a RuntimeError.

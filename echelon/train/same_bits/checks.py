@@ -127,7 +127,7 @@ def check_reproducible(step: int, rows: Sequence[Sequence[str]], ranks: Sequence
     Args:
         step: the number of the step, for the message.
         rows: the first and the second digest of each rank.
-        ranks: each rank's number in the world.
+        ranks: the global rank of each row.
 
     Raises:
         NotReproducibleError: digests differ within a rank or between ranks.

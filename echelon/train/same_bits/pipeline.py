@@ -1,4 +1,4 @@
-"""Train a pipeline to the weights that one process would give, bit for bit.
+"""Train a pipeline to the same weights, bit for bit, as a single process.
 
 Each stage sums the gradients of its micro-batches, over its replicas or shards, in the order of the
 canonical tree. The RNG state is sent with the activations. The norm is summed over the parameters
@@ -56,7 +56,7 @@ class SameBitsPipeline:
         optimizer: the optimizer of the pipeline's parameters.
         micro_batches: the number of micro-batches per step, over all replicas.
         seed: the seed of the run.
-        run: the micro-batches of this rank's pipeline; None means an even division.
+        run: the micro-batches of this rank's pipeline; None means an even split.
         probe: as for `SameBits`.
         fingerprints: as for `SameBits`.
 
@@ -125,7 +125,7 @@ class SameBitsPipeline:
         """Compute the micro-batches of a step and put the average gradients into `.grad`.
 
         Earlier gradients are dropped. The method is collective over all ranks of the pipelines. It
-        blocks until all ranks have computed their micro-batches, or until the groups' timeout ends.
+        blocks until all ranks have computed their micro-batches or the groups' timeout expires.
 
         Args:
             step: the number of the optimizer step, which is part of the random numbers' seed.

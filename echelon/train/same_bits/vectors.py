@@ -66,7 +66,7 @@ class WholeVector:
         parameters: parameters of the same dtype and on the same device.
         group: the ranks that share the micro-batches.
         runs: each rank's range of micro-batches.
-        scratch: memory to receive into, shared by all vectors.
+        scratch: a receive buffer shared by all vectors.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ShardedVector:
     Args:
         flat: the unit's flat tensor, whose gradients the vector holds.
         run: this rank's range of micro-batches.
-        scratch: memory to receive into, shared by all vectors.
+        scratch: a receive buffer shared by all vectors.
     """
 
     def __init__(self, flat: Flat, run: Run, scratch: Scratch) -> None:
