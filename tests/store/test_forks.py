@@ -13,6 +13,7 @@ import pytest
 
 from echelon.store import FileStore, StoreServer, TCPStore
 from tests.store.peers import PATIENCE_S, Background, until
+from tests.support.ports import free_port
 
 # A process that forks a child which lives on, then waits to be killed.
 FORKING = """
@@ -72,12 +73,13 @@ def test_a_killed_rank_does_not_count_while_its_child_lives(server, client, fork
 
 
 def test_a_killed_hosts_port_is_free_while_its_child_lives(forking):
-    parent, port = forking("server = StoreServer().start()\n", shown="server.port")
-    with TCPStore("127.0.0.1", int(port), timeout=20.0) as store:
+    port = free_port()
+    parent, _ = forking(f"server = StoreServer('127.0.0.1', {port}).start()\n")
+    with TCPStore("127.0.0.1", port, timeout=20.0) as store:
         assert store.add("n", 1) == 1
     kill(parent)
-    with StoreServer("127.0.0.1", int(port)) as server:
-        assert server.port == int(port)
+    with StoreServer("127.0.0.1", port) as server:
+        assert server.port == port
 
 
 def test_a_killed_writers_lock_is_free_while_its_child_lives(tmp_path, forking):
