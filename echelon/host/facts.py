@@ -34,7 +34,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
-    """A rank's thread, as seen by the host. The black box has no ring for this thread."""
+    """A rank's thread as seen by the host; the rank's black box does not record it."""
 
     name: str = ""
     call: str = ""  # the kernel call in which it waits; "" if it runs, or if the call is not known

@@ -59,7 +59,7 @@ def native_stacks(pid: int, denied: list[str]) -> str:
 
 
 def named(frame: str) -> str:
-    """Add the function's name to a frame of the form `path+0xoffset`."""
+    """Prefix a frame of the form `path+0xoffset` with the function's name, if it is known."""
     path, _, offset = frame.rpartition("+0x")
     try:
         name = function_at(path, int(offset, 16)) if path.startswith("/") else ""

@@ -44,10 +44,10 @@ class Epoch:
         dismissed: the ranks that were waiting to join but must exit, because the others have
             finished.
         withdraws: the earlier epoch whose admissions this epoch cancels, because ranks died before
-            they joined; 0 if none. A rank that has not tried to meet in that epoch is not affected,
-            and enters this epoch at the end of a step.
-        lives: how many processes held a rank before, as [rank, number], for ranks of the roster
-            that were replaced. A process that is cut off may outlive its replacement.
+            they joined; 0 if none. A rank that has not yet reached that epoch's gate is not
+            affected, and enters this epoch at the end of a step.
+        lives: for each replaced rank of the roster, how many earlier processes held this rank, as
+            [rank, number]. A process that is cut off may outlive its replacement.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Epoch:
     lives: tuple[tuple[int, int], ...] = ()
 
     def life_of(self, rank: int) -> int:
-        """Return how many processes held a rank before the one that the epoch means."""
+        """Return how many processes held a rank before its process in this epoch."""
         return dict(self.lives).get(rank, 0)
 
     def pack(self) -> str:
@@ -102,8 +102,8 @@ def meeting_key(number: int) -> str:
 def begun_key(rank: int) -> str:
     """Return the key that a rank sets in the store once it can continue after a loss.
 
-    Standings reach the launcher with a delay. A node that is lost before it could send them has
-    left these keys.
+    Standings reach the launcher with a delay. If a node is lost before it could send them, its
+    ranks' keys remain in the store.
     """
     return f"continuation/begun/{rank}"
 
@@ -113,7 +113,7 @@ def lost_notice(ranks: Sequence[int], text: str) -> str:
 
     Args:
         ranks: the ranks that were lost with their nodes.
-        text: the reason that the errors of the other ranks give.
+        text: the reason to give in the errors of the other ranks.
     """
     notice = {
         "group": EVERY_GROUP,
@@ -143,7 +143,7 @@ class Standing:
         epoch: the number of the rank's epoch.
         step: the first step of this epoch.
         repeats: the number of steps that must be repeated in this epoch; at most 1, unless copies
-            of shards were incomplete or the ranks went back to a checkpoint.
+            of shards were incomplete or the ranks rolled back to a checkpoint.
         ready_mono_ns: the time at which the rank was ready to compute the step.
         ready_there_ns: the same time on the clock of the rank's node, if the report came from
             another node; 0 otherwise.

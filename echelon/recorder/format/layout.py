@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def kept_offset(self) -> int:
-        """The offset of the first place for operations that outlived their slots."""
+        """The offset of the first slot for operations that outlived their original slots."""
         return self.operations_offset + _pages(self.num_operations * OPERATION_SLOT.itemsize)
 
     @property

@@ -120,7 +120,7 @@ class _Names:
 
 @dataclass
 class _Counts:
-    """The progress of a group."""
+    """The operations of a group counted so far, and its last collective in each state."""
 
     collectives: int = 0
     p2p: int = 0

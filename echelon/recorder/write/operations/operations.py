@@ -131,7 +131,7 @@ class _Thread(threading.local):
 
 
 class _Outside:
-    """A placeholder for the frames above a thread's outermost frame."""
+    """A placeholder for the missing callers of a thread's outermost frame."""
 
     f_code = None
     f_lasti = -1

@@ -56,7 +56,7 @@ class Place:
         return self.ring
 
     def give_up(self) -> None:
-        """Remove everything that `make` has created."""
+        """Remove everything that `make` created."""
         if self.is_elsewhere:
             with contextlib.suppress(OSError):
                 (self.rank_dir / "ring").unlink()

@@ -90,7 +90,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
 
 
 def _was_left_by_another(path: Path) -> bool:
-    """Return whether the process that owned a ring has ended."""
+    """Return whether a ring was left behind by a process that has ended."""
     try:
         owner = read_ring(path).identity
     except DumpFormatError:
