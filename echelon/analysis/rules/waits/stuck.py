@@ -216,7 +216,7 @@ def _began(picture: Picture, ranks: Sequence[int]) -> int:
 def describe_sinks(
     picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int
 ) -> Finding:
-    """Return a finding about ranks stuck for the same reason; describe rank `shown` first."""
+    """Return a finding about ranks stuck for the same reason, starting with rank `shown`."""
     wait = picture.wait_for(ranks)
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
