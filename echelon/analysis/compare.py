@@ -38,7 +38,7 @@ class MicroBatch:
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that recorded a gradient, or the rank that computed the loss."""
+        """Return the rank that recorded a gradient; for any other name, the rank with the loss."""
         for stage, gradients in self.stages.items():
             if name in gradients:
                 return self.ranks[stage]

@@ -64,7 +64,7 @@ def _wait_of(picture: Picture, facts: RankEvidence) -> _Wait | None:
 
 
 def _follow(picture: Picture, waits: dict[int, _Wait], wait: _Wait) -> int | None:
-    """Follow a wait to the rank that causes it; return None for a cycle or a transport fault."""
+    """Return the rank that ultimately causes a wait; None for a cycle or a transport fault."""
     seen = {wait.rank}
     rank = wait.peer
     while rank not in seen:
