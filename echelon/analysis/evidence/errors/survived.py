@@ -220,7 +220,7 @@ def _ended_alike(evidence: Evidence) -> bool:
 
 
 def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
-    """Return whether a rank ended with an exception or inside another call."""
+    """Return whether a rank ended with an exception or while inside another call."""
     if facts.last_words is not None:
         return True
     if not len(facts.rows) or facts.rows[-1]["state"] == State.COMPLETED:

@@ -1,8 +1,8 @@
 """Measure how many of a rank's latest calls repeat earlier calls in the same order.
 
-Training repeats itself. If a rank is merely waiting, a long run of its latest calls therefore
-repeats earlier calls. If a rank left out a call, made an extra call or changed the order, this run
-is short.
+A training loop repeats the same calls in every step. If a rank is merely waiting, a long run of its
+latest calls therefore repeats earlier calls. If a rank left out a call, made an extra call or
+changed the order, this run is short.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _NAMED = re.compile(r"\brank (\d{1,7}) (?:passed|called)\b")
 class Divergence:
     """The first sequence number at which the members of a group made different calls.
 
-    `sides` holds the member indices of each side, the strongest side first.
+    `sides` holds the member indices of each side, with the strongest side first.
     """
 
     lanes: Lanes

@@ -6,7 +6,7 @@ The signs of a slip, strongest first:
 - The step numbers differ.
 - The rank made the call that usually follows or precedes the expected call.
 - The data loader is exhausted on this rank but not on the other ranks.
-- The rank has left the loop for a barrier.
+- The rank has left the loop and called a barrier.
 """
 
 from __future__ import annotations

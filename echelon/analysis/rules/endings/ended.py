@@ -185,7 +185,7 @@ def _meaning(facts: RankEvidence, raised: Raised) -> Meaning:
 
 
 def is_victim(picture: Picture, facts: RankEvidence) -> bool:
-    """Return whether a rank was killed by a watchdog or after a long wait for other ranks."""
+    """Return whether a rank was killed by a watchdog or died after a long wait for other ranks."""
     host = facts.host
     if host.exit_code not in _ABORTS or host.oom_kill:
         return False
