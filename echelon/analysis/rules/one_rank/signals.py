@@ -117,7 +117,7 @@ def is_busy(facts: RankEvidence) -> bool:
 
 
 def machine_lines(facts: RankEvidence) -> list[str]:
-    """Describe what slows the process down: its cgroup's limits or a machine under pressure."""
+    """Describe what slows the process down: its cgroup's limits or a lack of resources."""
     host = facts.host
     lines = []
     if host.throttled_share is not None and host.throttled_share > 0.1:
