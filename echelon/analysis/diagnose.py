@@ -186,7 +186,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Add to a finding the exceptions that ended a culprit's thread but not its process."""
+    """Add to a finding any exceptions that ended a thread of a culprit but not its process."""
     if finding.info:
         return finding
     lines = []
@@ -201,7 +201,7 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Ensure that the evidence names the culprits as `rank R`."""
+    """Ensure that the evidence mentions each culprit as `rank R`, unless there are many."""
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding
@@ -213,7 +213,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the roots, and findings on other ranks that ended or delay the same operation."""
+    """Return the roots, plus findings on ranks that also ended or hold up the same operation."""
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

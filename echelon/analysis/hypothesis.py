@@ -130,7 +130,7 @@ def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
 
 
 def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
-    """Return whether two roots can share a finding."""
+    """Return whether two roots can be reported as a single finding."""
     if root.finding.scope is not Scope.CULPRITS:
         return False
     return other.place == root.place and other.finding.cause is root.finding.cause
@@ -161,14 +161,14 @@ def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
 
 
 def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
-    """Return whether the roots chosen so far already include all ranks of a proposal."""
+    """Return whether the roots chosen so far already blame all culprits of a proposal."""
     named = {rank for other in taken for rank in other.finding.culprit_ranks}
     ranks = set(one.finding.culprit_ranks)
     return bool(ranks) and ranks <= named
 
 
 def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) -> Finding:
-    """List the rival hypotheses, and lower the root's confidence accordingly."""
+    """Add the rival hypotheses to the root's finding, and lower its confidence if necessary."""
     finding = _as_sure_as_seen(picture, root.finding)
     alternatives: list[Alternative] = []
     for rival in rivals:
@@ -203,7 +203,7 @@ def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
 
 
 def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
-    """Return what distinguishes a rival from the root, or "" if nothing does."""
+    """Return the argument against a rival of the root, or "" if there is none."""
     ranks = rival.finding.culprit_ranks
     if not ranks:
         return "singles out no rank"

@@ -79,7 +79,7 @@ def current(path: Path) -> Evidence:
 
 
 def has_overtaken(evidence: Evidence, live: Evidence) -> bool:
-    """Return whether every rank has recorded something since a snapshot."""
+    """Return whether every rank has recorded something since the snapshot was taken."""
     return bool(evidence.ranks) and all(
         rank in live.ranks and _recorded(live.ranks[rank]) > _recorded(facts)
         for rank, facts in evidence.ranks.items()

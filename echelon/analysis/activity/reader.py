@@ -80,7 +80,7 @@ def _phase(frames: tuple[Frame, ...]) -> tuple[Doing, Frame] | None:
 def _first(
     frames: Sequence[Frame], tables: Sequence[tuple[Doing, tuple[Row, ...]]]
 ) -> tuple[Doing, Frame] | None:
-    """Return the innermost frame that matches a table, and the activity that it shows."""
+    """Return the innermost frame that matches any table, and the activity that it indicates."""
     for frame in frames:
         path = frame.file[-1024:].replace("\\", "/")
         for doing, rows in tables:

@@ -48,7 +48,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the broken links. Those with the most waiting bytes come first."""
+    """Return the broken links, starting with those that have the most waiting bytes."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()
@@ -65,7 +65,7 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 
 
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
-    """Return the ranks at the common end of most broken links, or () if no end stands out.
+    """Return the ranks at the end that most broken links share, or () if no end stands out.
 
     Hosts are compared first, then ranks.
     """

@@ -86,7 +86,7 @@ class Picture:
         return age_s < STUCK_AFTER_S
 
     def is_over(self, wait: Wait) -> bool:
-        """Return whether all ranks of a wait made progress between the two snapshots."""
+        """Return whether all waiting ranks made progress between the two snapshots."""
         return bool(wait.waiting) and self._moved.issuperset(wait.waiting)
 
     @cached_property
@@ -99,7 +99,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add the younger waits on which older waits depend."""
+        """Add the more recent waits on which the old waits depend, directly or indirectly."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:
@@ -162,7 +162,7 @@ class Picture:
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Return whether packets are lost between the ranks in an operation."""
+        """Return whether packets are being lost between the ranks in an operation."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property
@@ -171,13 +171,16 @@ class Picture:
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that are affected only because of `culprits`."""
+        """Return the other ranks that are disturbed or that wait for `culprits`."""
         culprits = set(culprits)
         reached = set(self.graph.fallout(culprits)) | self.disturbed
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return the ranks in the same operations as dead ranks, and all ranks waiting for them."""
+        """Return all ranks that are affected by dead ranks, including the dead ranks themselves.
+
+        These are the ranks in the same operations, and all ranks waiting for any of them.
+        """
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
             if not gone.isdisjoint(wait.waiting):

@@ -1,4 +1,4 @@
-"""Render the report for a terminal, in at most one screen."""
+"""Render the report for a terminal so that it fits on one screen."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
     """Describe where the ranks are, with one line per place and the culprits first.
 
-    Shared frames have one line; the lines for diverging stacks are indented below it.
+    Frames that ranks share are on one line; where the stacks diverge, each continuation is on its
+    own line, indented below.
     """
     lines: list[tuple[str, Branch]] = []
     _add_places(lines, branches, set(culprits), 0)

@@ -31,7 +31,7 @@ _MAX_INCIDENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The chosen input: echelon's files by rank, the incident, and a description.
+    """The chosen input: echelon's files for each rank, the incident, and a description.
 
     The folder may also contain dumps from torch's own recorder.
     """
@@ -195,7 +195,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _ended(value: Any) -> tuple[int, ...]:
-    """Return the ranks from `[[rank, code, order], ...]`, sorted by `order`."""
+    """Parse `[[rank, code, order], ...]` and return the ranks, sorted by `order`."""
     rows = value if isinstance(value, list) else ()
     known = [
         (row[2], row[0])
@@ -208,12 +208,12 @@ def _ended(value: Any) -> tuple[int, ...]:
 
 
 def _epochs(value: Any) -> dict[int, int]:
-    """Return the epoch of each rank from `[[rank, epoch], ...]`, ignoring malformed entries."""
+    """Parse `[[rank, epoch], ...]` into the nonzero epochs by rank; ignore malformed entries."""
     return {rank: epoch for rank, epoch in _by_rank(value).items() if epoch}
 
 
 def _by_rank(value: Any) -> dict[int, int]:
-    """Return the number of each rank from `[[rank, number], ...]`, ignoring malformed entries."""
+    """Parse `[[rank, number], ...]` into a dict keyed by rank, ignoring malformed entries."""
     rows = value if isinstance(value, list) else ()
     pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
     return {
@@ -238,7 +238,7 @@ def _count(value: Any) -> int:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
-    """Yield the matching entries of a folder, with the numbers in their names."""
+    """Yield each entry of a folder that matches `pattern`, with the number in its name."""
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
     except OSError:

@@ -96,7 +96,7 @@ class Continuation:
 
     @cached_property
     def _common(self) -> npt.NDArray[np.int64]:
-        """The keys of all collectives in `_since_error`, used to match other ranks' rows."""
+        """The keys of all collectives in `_since_error`, for finding them in other ranks' rows."""
         return np.unique(np.concatenate([_keys(rows) for rows in self._since_error.values()]))
 
     def _counts(self, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -105,7 +105,7 @@ class Continuation:
         return np.asarray(done & ~self._are_in(_BARRIERS)[rows["call"]], np.bool_)
 
     def _are_in(self, operations: frozenset[str]) -> npt.NDArray[np.bool_]:
-        """Return which calls belong to the given operations: [num_calls]."""
+        """Return a mask of the calls that perform one of the given operations: [num_calls]."""
         if operations not in self._kinds:
             calls = self.evidence.tables.calls
             self._kinds[operations] = np.array([c.operation in operations for c in calls], bool)

@@ -5,8 +5,8 @@ error and continued, the job ended later for another reason. The failed calls ar
 because they would otherwise look like the earliest fault.
 
 A mismatch counts as survived only if no rank is still inside the operation, if every member
-continued (see `continued.py`), and if no rank gave the mismatch as the reason
-it ended. torch's flight recorder does not record errors, so nothing is removed from its dumps.
+continued (see `continued.py`), and if no rank gave the mismatch as the reason it ended. torch's
+flight recorder does not record errors, so nothing is removed from its dumps.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]
 
 
 def _is_over(facts: RankEvidence, breaks: Sequence[_Break]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the rows that belong to mismatches the group survived: [num_rows]."""
+    """Return a mask of the rows that belong to the survived mismatches: [num_rows]."""
     rows = facts.rows
     over = np.zeros(len(rows), np.bool_)
     for one in breaks:
@@ -133,7 +133,7 @@ def _kind_of(error: str) -> str:
 
 
 def _breaks(evidence: Evidence) -> Iterator[_Break]:
-    """Yield the mismatches: one for each group or, in a reused group, one for each operation."""
+    """Yield one mismatch per group or, if the group was used again, one per operation."""
     by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
     for rank, facts in evidence.ranks.items():
         failed = facts.rows["state"] == State.FAILED
@@ -152,7 +152,7 @@ def _breaks(evidence: Evidence) -> Iterator[_Break]:
 
 
 def _is_used_again(evidence: Evidence, one: _Break) -> bool:
-    """Return whether any rank completed a call of the group after the error."""
+    """Return whether any rank completed a call in the group after the error."""
     for rank, index in one.first().items():
         later = evidence.ranks[rank].rows[index + 1 :]
         if bool(((later["group"] == one.group) & (later["state"] == State.COMPLETED)).any()):
@@ -220,7 +220,7 @@ def _ended_alike(evidence: Evidence) -> bool:
 
 
 def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
-    """Return whether a rank ended with an exception or inside another call."""
+    """Return whether a rank ended with an exception or while inside another call."""
     if facts.last_words is not None:
         return True
     if not len(facts.rows) or facts.rows[-1]["state"] == State.COMPLETED:

@@ -85,11 +85,11 @@ class Exchanges:
         return latest is not None and latest >= int(row["p2p_sequence"])
 
     def has_done(self, rank: int, row: Any) -> bool:
-        """Return whether a rank has ever completed a row's operation with the same peer."""
+        """Return whether a rank has ever completed the same call with the same peer."""
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks whose messages this rank has not received."""
+        """Return the ranks from which this rank has not received all of the messages sent to it."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

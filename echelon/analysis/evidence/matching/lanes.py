@@ -95,7 +95,7 @@ class Lanes:
 
     @cached_property
     def proven(self) -> npt.NDArray[np.bool_]:
-        """For each column, whether a completion proves that all members entered: [num_columns].
+        """For each column, whether a member's completion proves that all entered it: [num_columns].
 
         The completion of a rooted operation is not proof.
         """

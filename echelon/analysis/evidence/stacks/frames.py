@@ -69,7 +69,7 @@ class Thread:
 
 
 def file_name(path: str) -> str:
-    """Return the last part of a path. Slashes and backslashes separate the parts."""
+    """Return the last component of a path, which may contain slashes or backslashes."""
     return re.split(r"[/\\]", path)[-1] or path
 
 

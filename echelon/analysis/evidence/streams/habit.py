@@ -1,8 +1,8 @@
 """Measure how many of a rank's latest calls repeat earlier calls in the same order.
 
-Training repeats itself. If a rank is merely waiting, a long run of its latest calls therefore
-repeats earlier calls. If a rank left out a call, made an extra call or changed the order, this run
-is short.
+A training loop repeats the same calls in every step. If a rank is merely waiting, a long run of its
+latest calls therefore repeats earlier calls. If a rank left out a call, made an extra call or
+changed the order, this run is short.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _up_to_head(streams: Streams, rank: int) -> npt.NDArray[Any]:
 
 
 def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
-    """Return the kind and the row of the slip in a rank's latest calls.
+    """Determine whether a rank's latest calls contain a missing or an extra call, and where.
 
     Returns:
         "left out" and the earlier row of the missing call, or "extra" and the row of the
@@ -109,7 +109,10 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return the latest earlier position where a different call followed the same calls."""
+    """Return the last position before `place` at which the same calls led to a different call.
+
+    Return None if there is no such position.
+    """
     for length in _CONTEXTS:
         context = keys[place - length : place]
         if place < length:

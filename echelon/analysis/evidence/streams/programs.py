@@ -132,7 +132,10 @@ def _in_group(
 def _alike(
     keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """Group ranks whose calls in the given spans are equal."""
+    """Yield groups of ranks that made the same calls within their spans.
+
+    Each group maps a rank to the start of its span.
+    """
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():
         programs.setdefault(tuple(keys[rank][begin:end].tolist()), {})[rank] = begin

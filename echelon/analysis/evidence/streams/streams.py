@@ -145,7 +145,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return the rows from which to count two ranks' messages, or None if unknown."""
+        """Return the row of each rank at which to start counting messages, or None if unknown."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):
@@ -155,7 +155,7 @@ class Streams:
         return self._origins[key]
 
     def _meeting(self, rank: int, peer: int) -> tuple[int, int] | None:
-        """Return the rows of the oldest collective that both ranks completed."""
+        """Return each rank's row for the oldest collective that both ranks completed, or None."""
         one, other = self._completed(rank), self._completed(peer)
         common = [place for place in one if place in other]
         return (one[common[0]], other[common[0]]) if common else None
@@ -230,7 +230,7 @@ class Streams:
         return head is not None and (head.group, head.sequence) == place
 
     def is_rooted(self, head: Head) -> bool:
-        """Return whether some members may finish the head's operation before others arrive."""
+        """Return whether some members may complete the head's operation before others arrive."""
         row = self.evidence.ranks[head.rank].rows[head.rows[0]]
         return bool(self._rooted[int(row["call"])])
 
@@ -259,7 +259,7 @@ class Streams:
         return any(self._is_past(rank, group, slowest) for rank in there)
 
     def _is_past(self, rank: int, group: int, sequence: int) -> bool:
-        """Return whether a rank has completed a later collective that has no root."""
+        """Return whether a rank has completed a non-rooted collective after `sequence`."""
         entered = self.entered(rank, group)
         if entered <= sequence:
             return False

@@ -1,8 +1,9 @@
-"""Detect ranks that made different calls under the same sequence number of a group.
+"""Detect ranks that made different calls for the same sequence number of a group.
 
-The members of the group vote on each call. The earliest column in which the calls differ is taken
-as the root cause, and the minority is reported. In a tie, the members of all tied sides are
-reported. `skipped.py` decides whether a rank passed a wrong argument or slipped by one operation.
+The members of the group vote on each call. The earliest sequence number at which the calls differ
+is taken as the root cause, and the minority is reported. In a tie, the members of all tied sides
+are reported. `skipped.py` decides whether a rank passed a wrong argument or slipped by one
+operation.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _NAMED = re.compile(r"\brank (\d{1,7}) (?:passed|called)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first column of a group in which the members' calls differ.
+    """The first sequence number at which the members of a group made different calls.
 
-    `sides` holds the member indices of each side, the strongest side first.
+    `sides` holds the member indices of each side, with the strongest side first.
     """
 
     lanes: Lanes
@@ -73,7 +74,7 @@ class Divergence:
 
 
 def divergence(lanes: Lanes) -> Divergence | None:
-    """Return the first column in which the members differ, or None if there is none."""
+    """Return the first divergence between the members of a group, or None if there is none."""
     votes = lanes.comparable
     if votes.shape[0] < 2 or not votes.shape[1]:
         return None
@@ -86,7 +87,7 @@ def divergence(lanes: Lanes) -> Divergence | None:
 
 
 def _was_harmless(lanes: Lanes, column: int) -> bool:
-    """Return whether all members completed the differing call and a later call."""
+    """Return whether all members completed both the differing call and a later one."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     return bool(done[column] and done[column + 1 :].any())
 
@@ -200,7 +201,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Return the confidence in a vote, given that ranks without a record have not voted."""
+    """Return the confidence in a vote in which ranks without a record did not take part."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE

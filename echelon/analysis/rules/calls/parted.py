@@ -66,7 +66,7 @@ def _describe(picture: Picture, seen: Parting) -> Finding | None:
 
 
 def _kind(seen: Parting) -> str:
-    """Classify the difference as "left out", "extra", "instead" or "swapped"; "" if undecided."""
+    """Return the kind of difference: "left out", "extra", "instead" or "swapped"; "" if unclear."""
     own, others = seen.later
     if len(own) > 1 and len(others) > 1 and own[0] == others[1] and own[1] == others[0]:
         return "swapped"
@@ -113,7 +113,7 @@ def _call(picture: Picture, row: Any) -> str:
 
 
 def slip_cause(picture: Picture, rank: int) -> Cause | None:
-    """Return the cause if a rank's habit shows a missing or extra call, else None."""
+    """Return the cause if a rank's usual calls reveal a missing or extra one, else None."""
     slip = None if picture.streams is None else slip_of(picture.streams, rank)
     if slip is None:
         return None

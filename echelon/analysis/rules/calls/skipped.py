@@ -20,7 +20,7 @@ from echelon.analysis.rules.calls.slip import Slip, silent_slip, slip_at
 
 
 def find_skipped(picture: Picture) -> list[Finding]:
-    """Report the earliest slip."""
+    """Report the earliest slip in any group's stream of collectives."""
     if not picture.in_trouble and earliest(picture) is None:
         return []
     slips = [slip for lanes in picture.lanes_in_use if (slip := silent_slip(lanes)) is not None]

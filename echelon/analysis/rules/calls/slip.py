@@ -6,7 +6,7 @@ The signs of a slip, strongest first:
 - The step numbers differ.
 - The rank made the call that usually follows or precedes the expected call.
 - The data loader is exhausted on this rank but not on the other ranks.
-- The rank has left the loop for a barrier.
+- The rank has left the loop and called a barrier.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _by_step(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
-    """Return whether two ranks never had the same step number."""
+    """Return whether the step numbers of two ranks differ in every earlier column."""
     steps = lanes.column("step")
     a, b = steps[odd, :column], steps[usual, :column]
     both = (a >= 0) & (b >= 0)
@@ -153,7 +153,7 @@ def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether a member finished its data loader before a call."""
+    """Return whether a member had exhausted its data loader before it made a call."""
     row = lanes.row(member, column)
     if row is None:
         return False
@@ -251,7 +251,7 @@ def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
 
 
 def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether the last or the current step has an unusual number of calls."""
+    """Return whether the previous or the current step has an unusual number of calls."""
     steps = lanes.column("step")[member, : column + 1]
     steps = steps[steps >= 0]
     if not len(steps):
@@ -298,7 +298,11 @@ def silent_slip(lanes: Lanes) -> Slip | None:
 
 
 def _first_lasting_difference(steps: npt.NDArray[Any]) -> int | None:
-    """Return the first column in which step numbers differ, or None if they never agreed before."""
+    """Return the first column in which the members' step numbers differ.
+
+    The result is None if the step numbers never differ, or if they did not agree in any earlier
+    column.
+    """
     high = steps.max(axis=0)
     low = np.where(steps < 0, np.iinfo(np.int32).max, steps).min(axis=0)
     shared = (steps >= 0).sum(axis=0) >= 2

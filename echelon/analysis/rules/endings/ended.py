@@ -85,7 +85,7 @@ def find_ended(picture: Picture) -> list[Finding]:
 
 
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
-    """Return the endings in order, root first, and whether their order is known.
+    """Sort the endings, with the root first, and return whether their order is known.
 
     The order is known if the ranks' clocks are comparable or if the coordinator observed the order.
     """
@@ -109,7 +109,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
 
 
 def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
-    """Return whether a rank was killed just as another rank ran out of memory."""
+    """Return whether a rank was killed at about the time another rank ran out of memory."""
     if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
         return False
     apart_ns = abs(memory.moment_ns - first.moment_ns)
@@ -122,7 +122,7 @@ def _exit_order(facts: RankEvidence) -> int:
 
 
 def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
-    """Lower the confidence in the root, because the order of the endings is unknown."""
+    """Lower the confidence in the root, because another rank may have ended before it."""
     others = rank_list([ending.rank for ending in ordered[1:]])
     return root.changed(
         confidence=Confidence.POSSIBLE,
@@ -185,7 +185,7 @@ def _meaning(facts: RankEvidence, raised: Raised) -> Meaning:
 
 
 def is_victim(picture: Picture, facts: RankEvidence) -> bool:
-    """Return whether a rank was killed by a watchdog or died after a long wait."""
+    """Return whether a rank was killed by a watchdog or died after a long wait for other ranks."""
     host = facts.host
     if host.exit_code not in _ABORTS or host.oom_kill:
         return False

@@ -1,4 +1,4 @@
-"""Classify errors from torch, NCCL and echelon by the party that they blame.
+"""Classify errors from torch, NCCL and echelon by where they place the blame.
 
 An error may be the fault of the rank itself, its memory or its device. Errors that blame a peer,
 the network or a watchdog are only consequences. If the type of an exception is ambiguous, its
@@ -73,7 +73,7 @@ _DIED_BY_WATCHDOG = re.compile(
 
 
 class Meaning(Enum):
-    """The party that an error blames."""
+    """Where an error places the blame."""
 
     OWN = "the rank's own"
     CONSEQUENCE = "of a peer, the network or a watchdog"
@@ -152,7 +152,7 @@ def cpp_abort(stderr: str) -> str:
 
 
 def is_gloos_exit(stderr: str) -> bool:
-    """Return whether Gloo threads may have aborted an exiting process."""
+    """Return whether Gloo's threads may have aborted a process while it was exiting."""
     line = cpp_abort(stderr)
     return line == _JOINABLE or ("gloo::" in line and was_cut_by_gloo(stderr))
 

@@ -18,7 +18,7 @@ _MAX_LINES = 4
 
 
 def find_given_up(picture: Picture) -> list[Finding]:
-    """Report the ranks for which other ranks waited until a watchdog timed out."""
+    """Report the ranks that other ranks were waiting for when a watchdog timed out."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -53,7 +53,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
 
 
 def _given_up_by_gloo(picture: Picture) -> list[Finding]:
-    """Report the live ranks outside any collective, if Gloo timed out on other ranks."""
+    """If Gloo timed out on other ranks, report the live ranks outside any collective."""
     ranks = picture.evidence.ranks
     if picture.graph.waits:  # the records are more precise
         return []

@@ -24,7 +24,7 @@ _LAUNCHES = "p2p_sequence"
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """The number of messages that each of two ranks had launched before a collective."""
+    """A difference in the number of messages that two ranks had launched before a collective."""
 
     short: int
     other: int
@@ -49,7 +49,7 @@ def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
 
 
 def _stages(streams: Streams) -> Iterator[list[int]]:
-    """Yield the members of each group that exchanges messages only with ranks outside it."""
+    """Yield the members of each group whose members exchange messages only with outside ranks."""
     talks: dict[int, set[int]] = {}
     for rank, facts in streams.evidence.ranks.items():
         is_message = (facts.rows["flags"] & Flag.P2P) > 0
@@ -77,7 +77,7 @@ def _launches(streams: Streams, rank: int) -> _Counts:
 
 
 def _compare(counts: Mapping[int, _Counts], one: int, other: int) -> _Difference | None:
-    """Compare two ranks' counts at the last collective recorded by both ranks."""
+    """Compare two ranks' message counts at the last collective that both ranks recorded."""
     common = counts[one].keys() & counts[other].keys()
     if not common:
         return None

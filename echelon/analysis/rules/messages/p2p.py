@@ -59,7 +59,7 @@ class _Pending:
                 self._lonely_for.setdefault((one.peer, one.is_send), []).append(one)
 
     def facing(self, one: Posted) -> list[Posted]:
-        """Return the operations that `one`'s peer has posted for `one`'s rank."""
+        """Return the pending operations that the peer of `one` has posted for the rank of `one`."""
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
@@ -140,7 +140,7 @@ def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _without_reason(picture: Picture, one: Posted, other: Posted) -> str:
-    """Explain why `one`, but not `other`, is unusual; "" if neither or both are."""
+    """Explain why `one` is unusual but `other` is not; return "" otherwise."""
     evidence, exchanges = picture.evidence, picture.exchanges
     before, others_before = (exchanges.has_done(p.rank, p.row) for p in (one, other))
     if others_before and not before:

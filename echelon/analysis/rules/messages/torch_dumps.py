@@ -85,7 +85,7 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the only side that has never made such a call before, or None."""
+    """Return the side that made such a call for the first time; None if both or neither did."""
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None
@@ -157,7 +157,7 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Return whether a line of code has exchanged messages, but none with this message's peer."""
+    """Return whether a message's call site has so far exchanged messages only with other peers."""
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)

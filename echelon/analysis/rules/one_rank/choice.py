@@ -81,7 +81,7 @@ _TESTS: tuple[Test, ...] = (
 
 
 def _host(picture: Picture, facts: RankEvidence) -> Reading:
-    """Return the default reading, which says that the rank is executing its own code."""
+    """Return the default reading, which assumes that the rank is executing its own code."""
     host = facts.host
     frame = users_line(facts)
     span = innermost_span(facts)
@@ -123,7 +123,7 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
-    """Infer what an unrecorded rank is doing from the system calls of its threads."""
+    """Infer from its threads' system calls what a rank without a record is doing."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:

@@ -54,7 +54,7 @@ def is_seen_outside(facts: RankEvidence) -> bool:
 
 
 def outside_words(facts: RankEvidence) -> str:
-    """Describe what the main thread is doing, as a phrase that follows "rank R ", or ""."""
+    """Describe the main thread in a phrase that follows "rank R "; return "" if unknown."""
     if not facts.host.threads:
         return ""
     call = facts.host.threads[0].call

@@ -56,7 +56,7 @@ def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_span(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank inside a span whose name states the cause."""
+    """Detect a rank that is inside a span whose name reveals the cause."""
     span = innermost_span(facts)
     if span is not None and span.name in _SPAN_CAUSES:
         return _span_reading(facts, span)

@@ -1,4 +1,4 @@
-"""Read the signals of a single rank: span, source line, heartbeat and process."""
+"""Read the state of a single rank: its span, source line, heartbeat and process."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def is_busy(facts: RankEvidence) -> bool:
 
 
 def machine_lines(facts: RankEvidence) -> list[str]:
-    """Describe what slows the process down: its cgroup's limits, or pressure on the machine."""
+    """Describe what slows the process down: its cgroup's limits or a lack of resources."""
     host = facts.host
     lines = []
     if host.throttled_share is not None and host.throttled_share > 0.1:
@@ -138,7 +138,7 @@ def machine_lines(facts: RankEvidence) -> list[str]:
 
 
 def denied_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Name the data about a rank that the launcher had no permission to read."""
+    """List the data about a rank that the launcher did not have permission to read."""
     denied = [name for name in facts.host.not_permitted if name != TRACING]  # see missing_stack
     if not denied:
         return ()

@@ -1,7 +1,7 @@
-"""Detect a process that gets no processor time.
+"""Detect a process that gets no CPU time.
 
 The recorder has two heartbeats: a Python thread, which needs the interpreter's lock, and a native
-thread, which needs only a processor. If only the Python heartbeat is old, some code holds the lock.
+thread, which needs only a CPU. If only the Python heartbeat is old, some code holds the lock.
 If both heartbeats are old, the process has not been running at all.
 """
 

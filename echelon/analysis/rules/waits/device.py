@@ -1,4 +1,4 @@
-"""Detect a kernel that has not started although it is at the head of its rank's queue.
+"""Detect a kernel that has not started although it is first in its rank's queue.
 
 If the other members' kernels are already running, the rank is waiting for its own device rather
 than for its peers. The rule needs recorded start times.

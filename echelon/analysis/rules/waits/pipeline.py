@@ -38,7 +38,7 @@ class _Wait:
 
 
 def find_pipeline(picture: Picture) -> list[Finding]:
-    """Report the ranks that pipelines are waiting for. The longest wait comes first."""
+    """Report the ranks that pipelines are waiting for, longest wait first."""
     waits = {
         rank: wait
         for rank, facts in picture.evidence.ranks.items()
@@ -64,7 +64,7 @@ def _wait_of(picture: Picture, facts: RankEvidence) -> _Wait | None:
 
 
 def _follow(picture: Picture, waits: dict[int, _Wait], wait: _Wait) -> int | None:
-    """Follow a wait to the rank that causes it; return None for a cycle or a transport fault."""
+    """Return the rank that ultimately causes a wait; None for a cycle or a transport fault."""
     seen = {wait.rank}
     rank = wait.peer
     while rank not in seen:
@@ -143,7 +143,7 @@ def _fallout(picture: Picture, root: int, waiting: tuple[int, ...]) -> tuple[int
 
 
 def _group(picture: Picture, wait: _Wait) -> str | None:
-    """Return the group name of the message that a rank is waiting for."""
+    """Return the name of the group in which a rank is waiting for a message."""
     rows = picture.evidence.ranks[wait.rank].rows
     pending = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
     mine = rows[((rows["flags"] & Flag.P2P) > 0) & (rows["peer"] == wait.peer) & pending]

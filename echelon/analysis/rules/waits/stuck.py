@@ -76,7 +76,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
 
 
 def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
-    """Merge sinks by cause if there would be too many findings."""
+    """Merge all sinks that have the same cause if there would be too many findings."""
     if len(alike) <= _MAX_FINDINGS:
         return alike
     merged: dict[tuple[Cause, int], list[int]] = {}
@@ -216,7 +216,7 @@ def _began(picture: Picture, ranks: Sequence[int]) -> int:
 def describe_sinks(
     picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int
 ) -> Finding:
-    """Return a finding about ranks stuck for the same reason; describe rank `shown` first."""
+    """Return a finding about ranks stuck for the same reason, starting with rank `shown`."""
     wait = picture.wait_for(ranks)
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
@@ -273,7 +273,7 @@ def describe_sinks(
 
 
 def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
-    """Describe the other ranks of a finding, in relation to the first rank."""
+    """Describe how the other ranks of a finding compare with the first rank."""
     apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
     same = [rank for rank in rest if rank not in apart]
     text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""

@@ -1,6 +1,6 @@
 """Detect operations that every rank has entered but that do not complete.
 
-The cause is then the transport or a device.
+In that case, the cause is the transport or a device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SETTLES = (
 
 
 def find_transport(picture: Picture) -> list[Finding]:
-    """Report lost connections, or an operation that all members entered but that is incomplete."""
+    """Report lost connections, or an incomplete operation that all members have entered."""
     inside = [wait for wait in picture.graph.waits if _is_full(picture, wait)]
     if inside:
         return [_describe(picture, min(inside, key=lambda wait: wait.since_ns))]

@@ -71,7 +71,7 @@ def _blocks(
     is_message: npt.NDArray[np.bool_],
     open_: npt.NDArray[np.bool_],
 ) -> Iterator[tuple[int, bool, int, list[int]]]:
-    """Yield (pair, is_message, number, rows) for each open block."""
+    """Yield a tuple `(pair, is_message, number, rows)` for each open block."""
     blocks: dict[tuple[int, bool, int], list[int]] = {}
     for index in np.flatnonzero(open_).tolist():
         key = (int(rows["group"][index]), bool(is_message[index]), int(numbers[index]))

@@ -139,7 +139,7 @@ class TorchLoader:
         self.files[rank] = TorchRank(rank, file.members, read.rows, counters, read.called_only)
 
     def settle(self, world_size: int = 0) -> TorchGroups:
-        """Assign ranks to groups; make each row refer to its group and its peer's global rank."""
+        """Assign ranks to groups, and resolve the group and the global peer rank of each row."""
         groups = TorchGroups(self.files, self._rows.pairs, world_size)
         for read in self.files.values():
             groups.settle(read)
@@ -174,7 +174,7 @@ class TorchLoader:
 
 
 def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
-    """Return the (name, description) of each group in which a rank has unfinished operations."""
+    """Return the pair index of each group in which a rank has unfinished operations."""
     inside: list[int] = np.unique(rows["group"][rows["state"] != State.COMPLETED]).tolist()
     return inside
 
@@ -182,7 +182,7 @@ def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
 def _regular_size(
     pairs: Sequence[tuple[str, str]], recorded: Mapping[int, Sequence[int]], inside: set[int]
 ) -> int:
-    """Return the number of ranks implied by the sizes of the groups, or 0 if unclear.
+    """Infer the number of ranks from the sizes of the groups; return 0 if it is unclear.
 
     Groups with the same description usually split the ranks evenly, so a group that is too small
     reveals a missing rank.
@@ -245,7 +245,11 @@ class TorchGroups:
             self.world_size = max(self.world_size, _regular_size(pairs, self._recorded, inside))
 
     def settle(self, read: TorchRank) -> None:
-        """Replace pairs with groups, and local peers with global ranks, in a rank's rows."""
+        """Resolve the groups and peers in a rank's rows.
+
+        The index of each (name, description) pair is replaced with the number of the group, and
+        each local peer is replaced with a global rank.
+        """
         rows = read.rows
         for pair in np.unique(rows["group"]).tolist():
             mine = rows["group"] == pair
@@ -319,7 +323,7 @@ class TorchGroups:
         return found
 
     def _known(self, name: str, desc: str, members: tuple[int, ...]) -> int:
-        """Return the number of a group, adding the group if it left no entry."""
+        """Return the number of a group, adding the group if it is new."""
         key = (name, desc, members)
         known = self._index.get(key)
         if known is None:

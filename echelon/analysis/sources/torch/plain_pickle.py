@@ -73,7 +73,7 @@ def load_plain(path: Path) -> Any:
 
 
 def refuse(data: bytes) -> str:
-    """Return why a pickle is not plain data, or "" for plain data."""
+    """Explain why a pickle is rejected; return "" if it contains only plain data."""
     run = _RUN_SMALL if len(data) < _SMALL_FILE else _RUN_LARGE
     at, end = 0, len(data)
     while at < end:

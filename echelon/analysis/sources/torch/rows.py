@@ -391,7 +391,7 @@ def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]
 
 
 def parse_name(name: Any) -> tuple[str, str, int, int]:
-    """Return (operation, backend, direction, local peer).
+    """Parse an operation's name into (operation, backend, direction, local peer).
 
     The direction is 1 for a send, -1 for a receive, and 0 for any other operation.
     """
