@@ -106,7 +106,7 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
         return self._echelon.error
 
     def abort(self) -> None:
-        """End the current group, or its creation, on all its members. Callable from any thread.
+        """End the current group, or its creation, on all its members. May be called on any thread.
 
         Waiting operations and `configure` raise CollectiveError within 1 s.
         """

@@ -118,7 +118,7 @@ class FileStore(Store):
         self._read_to = 0
 
     def _check_owner(self, status: os.stat_result) -> None:
-        """Refuse a file that is writable by other users."""
+        """Raise StoreError unless this user owns the file and no other user can write to it."""
         if not stat.S_ISREG(status.st_mode):
             raise self._error("the path is not a regular file")
         if status.st_uid != os.geteuid():

@@ -40,7 +40,7 @@ _PARENTS_SIGNALS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit code: 1 if the server failed, 2 for invalid usage."""
+    """Run the command and return its exit code: 1 if the server failed, 2 for invalid usage."""
     args = _parse(argv)
     has_parent_pipe = sys.stdin is not None and _is_pipe(0)
     if args.parent_only:
@@ -101,7 +101,7 @@ def _port(text: str) -> int:
 
 
 def _read_secret(path: Path | None) -> bytes | None:
-    """Return the content of the secret's file without a trailing line break."""
+    """Return the contents of the secret file without the trailing newline."""
     if path is None:
         return None
     return path.read_bytes().rstrip(b"\r\n")

@@ -275,7 +275,7 @@ class Parser:
         return end
 
     def _open(self, data: bytes, out: list[p.Message]) -> int:
-        """Process the first bytes of the connection; return where the first command starts."""
+        """Process the first bytes of the connection; return the position of the first command."""
         self._is_fresh = False
         if data.startswith(_OPENING):
             return len(_OPENING)
@@ -330,7 +330,7 @@ class Parser:
             out.append(message)
 
     def _handshake(self) -> _Steps:
-        """Require VALIDATE and its magic number before anything else."""
+        """Require the connection to start with VALIDATE and its magic number."""
         first = (yield 1)[0]
         if first != p.VALIDATE:
             raise StoreProtocolError(
@@ -447,7 +447,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Return the position at which the commands' headers stop being equal."""
+    """Return the position of the first command whose header differs from the first one's."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:
