@@ -346,7 +346,7 @@ def first_error() -> CollectiveError | None:
 
 
 def join_after() -> int | None:
-    """Return the epoch that was the latest when this process was started for a lost rank.
+    """Return the newest epoch at the time this process was started to replace a lost rank.
 
     Returns:
         None if this process was started with the other ranks or has already joined them.
@@ -402,7 +402,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first; if `action` fails, `shutdown` raises its error last."""
+    """Make `shutdown` call `action` first and raise any exception from `action` at the end."""
     _before_shutdown.append(action)
     return action
 

@@ -62,7 +62,7 @@ class Scratch:
         self._kept: dict[str, Flat] = {}
 
     def take(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return memory of shape [length], kept under a name. Its earlier contents are lost."""
+        """Return the named buffer, of shape [length]. Its previous contents are lost."""
         num_bytes = length * np.dtype(dtype).itemsize
         if num_bytes > _MOST_KEPT_BYTES:
             return np.empty(length, dtype)

@@ -26,7 +26,7 @@ class Evidence(Protocol):
         """Start answering other ranks' liveness checks and applying their verdicts to `state`."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return the given group ranks whose processes are known to have ended. Local."""
+        """Return the given group ranks whose processes are known to have ended. Not collective."""
 
     def find(
         self,
