@@ -172,7 +172,7 @@ class GroupMaker:
         return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
-        """Let the watcher's thread close a group that the program dropped without closing it.
+        """Have the watcher's thread close a group that was deleted without being closed.
 
         The group is kept if its library requires all ranks to close it together.
         """

@@ -488,7 +488,7 @@ def _stand_by(
     options: Options,
     timeout_s: float,
 ) -> _World:
-    """Return a world that refuses all operations, until `regroup` lets this process join."""
+    """Return a world that refuses all operations until `regroup` lets this process join."""
     connection = joining.connection = _connect(rendezvous, timeout_s)
     number = latest_round(_attempt(rendezvous, connection))
     state = _World(rendezvous, connection, backend, options, timeout_s, number)

@@ -18,7 +18,7 @@ _MOST_KEPT_BYTES = 4 << 20
 
 
 def array_of(data: Flat | None) -> Flat:
-    """Return an operation's array, which must not be None."""
+    """Return an operation's array after asserting that it is not None."""
     assert data is not None
     return data
 

@@ -266,7 +266,7 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Close peers that have taken too long, and release items reserved for silent peers."""
+        """Disconnect peers that exceeded a time limit; release items reserved for silent peers."""
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()

@@ -238,9 +238,9 @@ class Parser:
             shapes = self._shapes
 
     def _cut_tagged(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Extract one tagged command of a common shape.
+        """Extract one tagged command that has one of the fast path's shapes.
 
-        Return the end of the command, or 0 if the command is incomplete.
+        Returns the position after the command, or 0 if the fast path cannot extract the command.
         """
         size, query, key_at = len(data), data[position], position + 13
         if key_at > size:
@@ -301,7 +301,7 @@ class Parser:
             self._shapes = _NO_SHAPES
 
     def _first_need(self, out: list[p.Message]) -> int:
-        """Start to parse the next command; return the number of bytes it needs first."""
+        """Start parsing the next command; return the number of bytes that it needs first."""
         assert self._steps is not None
         try:
             return next(self._steps)
@@ -380,7 +380,7 @@ class Parser:
             self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
-        """Return `length` if this command may contain another string of that length."""
+        """Return `length` after checking that this command may contain another such string."""
         limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
         if length > limit:
             what = "key" if kind == "K" else "value"
