@@ -22,7 +22,7 @@ CarryOut = Callable[[Operation, Watch], None]
 
 
 class Job(Outcome):
-    """A queued collective, which is the `Pending` of its operation."""
+    """A queued collective; it serves as the `Pending` of its operation."""
 
     __slots__ = ("has_begun", "operation", "watch")
 

@@ -44,7 +44,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class OurCalls(Store):
-    """The primitive operations of a client, for echelon's server."""
+    """A client's primitive operations, implemented for echelon's server."""
 
     def __init__(self, session: Session, timeout_s: Callable[[], float]) -> None:
         self._session = session

@@ -45,7 +45,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class TorchCalls(Store):
-    """The primitive operations of a client, for torch's server."""
+    """A client's primitive operations, implemented for torch's server."""
 
     def __init__(self, pool: Pool, timeout_s: Callable[[], float]) -> None:
         self._pool = pool
