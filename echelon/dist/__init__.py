@@ -1,4 +1,4 @@
-"""Provide collectives; `init()` joins the world and returns its `ProcessGroup`."""
+"""Provide collective operations; `init()` joins the world and returns its `ProcessGroup`."""
 
 from echelon.dist.agreement.stop import request_stop, should_stop, stop_on_signals, stop_reason
 from echelon.dist.group import ProcessGroup

@@ -70,10 +70,10 @@ class Channel:
     def open(self, like: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Connect both directions before the first message, for arrays on the device of `like`.
 
-        The method blocks until the other end opens or uses the channel in both directions, or until
-        the timeout. A rank with several channels should open all of them with `async_op` before it
-        waits. For host arrays, the method returns at once. If `open` is not called, the first
-        message in each direction connects that direction.
+        The method blocks until the other end opens the channel or uses it in both directions, or
+        until the timeout. A rank with several channels should open all of them with `async_op`
+        before it waits. For host arrays, the method returns at once. If `open` is not called, the
+        first message in each direction connects that direction.
 
         Args:
             like: an array on the device; it is neither read nor written.

@@ -159,8 +159,8 @@ class ProcessGroup(Collectives, PointToPoint):
         """Launch the operations called inside the block together, and wait for them at its end.
 
         If the block raises an exception, no operations are launched on a device. If an operation
-        was called before the exception, the group also ends, because other ranks may have launched
-        their operations.
+        was called before the exception, the group is also ended, because other ranks may have
+        launched their operations.
         """
         if self._batch() is not None:
             raise ValueError("coalesce() cannot be nested")
@@ -250,7 +250,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
         The method takes at most 1 s and does not contact other ranks. Calls on ranks that still
         need this rank raise PeerLostError. A signal handler may close the group during one of the
-        group's calls, which then ends.
+        group's calls; that call then ends.
         """
         self._state.close()
 

@@ -65,7 +65,7 @@ class GroupMaker:
                 self._end = None
 
     def end(self, error: CollectiveError, epoch: int) -> None:
-        """End, with an error, all groups from epochs before `epoch`.
+        """End all groups from epochs before `epoch` with an error.
 
         The method may be called on any thread. Groups that are being created end within about a
         second.
@@ -144,7 +144,7 @@ class GroupMaker:
         return group
 
     def make_absent(self, ranks: Sequence[int], name: str, timeout_s: float) -> ProcessGroup:
-        """Return a group that contains this rank but refuses all operations. Local."""
+        """Return a group that contains this rank but refuses all operations. Not collective."""
         members = Members(name=name, rank=list(ranks).index(self._rank), ranks=ranks)
 
         def make_none(ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
@@ -172,7 +172,7 @@ class GroupMaker:
         return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
-        """Let the watcher's thread close a group that the program dropped without closing it.
+        """Have the watcher's thread close a group that was deleted without being closed.
 
         The group is kept if its library requires all ranks to close it together.
         """
@@ -229,7 +229,7 @@ class GroupMaker:
 
 
 def _host_backend(facts: Facts) -> str:
-    """Return the backend for host arrays: only shared memory if all ranks are on one host."""
+    """Return the backend for host arrays: shared memory alone if all ranks are on one host."""
     return "shm" if all(is_same_host(facts[0], fact) for fact in facts) else "shm+gloo"
 
 

@@ -282,7 +282,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) ->
     have joined.
 
     Args:
-        ranks: the launcher's rank numbers of the new world's members, in group order.
+        ranks: the ranks that the launcher gave to the new world's members, in group order.
         epoch: a number higher than the epochs of all earlier worlds of these ranks.
         facts: the `process_identity` of each of these ranks.
         timeout_s: the timeout for this call and for the new world's operations.
@@ -296,7 +296,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) ->
 
 
 def set_timeout(timeout_s: float) -> None:
-    """Set this world's timeout, which is that of its groups and of those that are created later.
+    """Set the timeout of this world, its groups, and all groups created later.
 
     Groups to which the program gave another timeout keep it.
 
@@ -346,7 +346,7 @@ def first_error() -> CollectiveError | None:
 
 
 def join_after() -> int | None:
-    """Return the epoch that was newest when this process was started to replace a lost rank.
+    """Return the newest epoch at the time this process was started to replace a lost rank.
 
     Returns:
         None if this process was started with the other ranks or has already joined them.
@@ -368,7 +368,7 @@ def own_rank() -> int:
 
 
 def own_life() -> int:
-    """Return how many processes held this process's rank before in this attempt.
+    """Return how many earlier processes had this process's rank in this attempt.
 
     Raises:
         ValueError: there is no world.
@@ -402,7 +402,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first, and raise any exception from it at the very end."""
+    """Make `shutdown` call `action` first and raise any exception from `action` at the end."""
     _before_shutdown.append(action)
     return action
 
@@ -488,7 +488,7 @@ def _stand_by(
     options: Options,
     timeout_s: float,
 ) -> _World:
-    """Return a world that refuses all operations, until `regroup` lets this process join."""
+    """Return a world that refuses all operations until `regroup` lets this process join."""
     connection = joining.connection = _connect(rendezvous, timeout_s)
     number = latest_round(_attempt(rendezvous, connection))
     state = _World(rendezvous, connection, backend, options, timeout_s, number)

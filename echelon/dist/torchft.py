@@ -33,7 +33,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _of_group(method: _Method) -> _Method:
-    """Return a method that makes the same call on the current group."""
+    """Return a method that forwards its call to the current group."""
 
     @functools.wraps(method)
     def call(self: ProcessGroupEchelon, *args: Any, **named: Any) -> Any:
@@ -83,7 +83,7 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
             store_addr: the store, as "host:port/prefix"; every call needs a prefix of its own.
             rank: this process's rank within the group.
             world_size: the number of members.
-            quorum_id: the number of torchft's quorum, which names the group in errors and records.
+            quorum_id: torchft's quorum number, which names the group in errors and records.
             global_ranks: the numbers that identify the members in errors and records. If torchft
                 gives two members the same number, as it does if replica ids do not end in digits,
                 the members are numbered 0 to world_size - 1 instead.
@@ -106,7 +106,7 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
         return self._echelon.error
 
     def abort(self) -> None:
-        """End the current group, or its creation, on all its members. Callable from any thread.
+        """End the current group, or its creation, on all its members. May be called on any thread.
 
         Waiting operations and `configure` raise CollectiveError within 1 s.
         """

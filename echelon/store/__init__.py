@@ -15,7 +15,7 @@ __all__ = ["TCPStore", "PrefixStore", "MemoryStore", "FileStore", "StoreServer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the server only when it is needed, because it imports asyncio."""
+    """Import the server lazily, because it imports asyncio."""
     if name == "StoreServer":
         from echelon.store.server.server import StoreServer
 

@@ -400,7 +400,7 @@ class Store(ABC):
     def _do_gather(
         self, key: bytes, rank: int, world_size: int, value: bytes, deadline: Deadline
     ) -> list[bytes]:
-        """Perform a gather using plain operations (see the module's note)."""
+        """Perform a gather using plain operations (see the note in the module docstring)."""
         counter = b"%s/rounds/%d" % (key, rank)
         number = self._do_add(counter, 1)
         names = [b"%s/round/%d/%d" % (key, number, r) for r in range(world_size)]
@@ -470,6 +470,6 @@ class Store(ABC):
 
 
 def _few(names: Sequence[str], most: int = 16) -> str:
-    """Join the first few names for a message."""
+    """Join the first few names for use in a message."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

@@ -55,7 +55,7 @@ class FileStore(Store):
         observer: see `Store.observer`.
 
     Raises:
-        StoreError: the file cannot be opened or is not a store's file.
+        StoreError: the file cannot be opened or is not a store file.
 
     Example:
         >>> store = FileStore("rendezvous", timeout=10)
@@ -102,7 +102,7 @@ class FileStore(Store):
     # The file.
 
     def _open(self) -> None:
-        """Reopen the file and discard the state in memory."""
+        """Reopen the file and discard the in-memory state."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(self.path, flags, 0o600)
@@ -118,7 +118,7 @@ class FileStore(Store):
         self._read_to = 0
 
     def _check_owner(self, status: os.stat_result) -> None:
-        """Refuse a file that is writable by other users."""
+        """Raise StoreError unless this user owns the file and no other user can write to it."""
         if not stat.S_ISREG(status.st_mode):
             raise self._error("the path is not a regular file")
         if status.st_uid != os.geteuid():
@@ -135,7 +135,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Lock the file for the duration of a block, after updating the state in memory."""
+        """Hold the file lock for a block, and bring the in-memory state up to date first."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):

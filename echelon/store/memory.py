@@ -76,7 +76,7 @@ class MemoryStore(Store):
         woken.clear()
 
     def _sleep(self, caller: _Caller, waiter: Waiter, deadline: Deadline) -> RoundStory | None:
-        """Sleep until the waiter is woken; return None.
+        """Sleep until the waiter is woken, and return None.
 
         If the deadline passes first, withdraw the waiter and return the status of its round.
         """

@@ -1,4 +1,4 @@
-"""Provide presences: keys that exist only as long as their owner exists.
+"""Define presences: keys that exist only while their owner is alive.
 
 On echelon's server, the key has a lease (see `leases`), which a thread of the client renews. On
 every other store, a killed process leaves the key behind.

@@ -1,7 +1,7 @@
 """Make one rank's request take effect on every rank at the same call.
 
 Ranks call `reached` once per step. Until a rank makes a request, a call needs no communication. On
-each rank, a thread waits at the store for the first request.
+each rank, a thread waits on the store for the first request.
 
 [Note: the call that all ranks agree on] Ranks may be several calls apart. When a thread receives a
 request, it holds its rank: the rank's next call blocks. The thread then publishes the number of
@@ -243,7 +243,7 @@ class Agreement:
         self._is_decided.set()
 
     def _check(self) -> None:
-        """Raise an error if the group has ended or a rank is known to have died.
+        """Raise an error if the group has ended or a rank is known to be dead.
 
         Raises:
             PeerLostError: a rank has died; the error names it.

@@ -18,7 +18,7 @@ _MOST_KEPT_BYTES = 4 << 20
 
 
 def array_of(data: Flat | None) -> Flat:
-    """Return an operation's array, which must not be None."""
+    """Return an operation's array after asserting that it is not None."""
     assert data is not None
     return data
 
@@ -62,7 +62,7 @@ class Scratch:
         self._kept: dict[str, Flat] = {}
 
     def take(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return memory of shape [length], kept under a name. Its earlier contents are lost."""
+        """Return the named buffer, of shape [length]. Its previous contents are lost."""
         num_bytes = length * np.dtype(dtype).itemsize
         if num_bytes > _MOST_KEPT_BYTES:
             return np.empty(length, dtype)

@@ -34,7 +34,7 @@ _P2P = int(Flag.P2P)
 
 
 class _Coalesced(threading.local):
-    """A `coalesce` block that a thread has entered, with its number and `Work` objects."""
+    """The `coalesce` block that the current thread has entered: its number and `Work` objects."""
 
     # On the class: looking for an attribute that is not there costs a small collective's tenth.
     batch: tuple[int, list[Work]] | None = None

@@ -63,8 +63,8 @@ def reduce_scatter(
         group: a group whose ranks have adjacent runs, in rank order.
         sums: complete sums, whose vectors have the same length on all ranks.
         runs: the ranges of all ranks, from `agree_runs`.
-        splits: number of elements in each rank's block, in rank order; None means as even as
-            possible.
+        splits: number of elements in each rank's block, in rank order; None means splits that
+            are as even as possible.
         scratch: memory for the received blocks and the returned sums; None means new memory. In a
             group of one rank, nothing is received, and the sums are returned as they are.
 

@@ -1,4 +1,4 @@
-"""Keep memory for received blocks from one collective to the next.
+"""Reuse the memory for received blocks across collectives.
 
 Large tensors get fresh pages from the system each time they are allocated. On the host, clearing
 and mapping these pages takes several times as long as writing the data.
@@ -24,7 +24,7 @@ class Scratch:
         self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor of shape [numel] in the kept memory."""
+        """Return an uninitialized tensor of shape [numel] in the reused memory."""
         kept = self._kept.get((dtype, device))
         if kept is None or kept.numel() < numel:
             kept = torch.empty(numel, dtype=dtype, device=device)

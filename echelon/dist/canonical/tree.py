@@ -135,7 +135,7 @@ def combine(
 
 
 def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
-    """Merge the last nodes into their parent while all of the parent's children are complete."""
+    """Merge the last nodes into their parent for as long as all its children are complete."""
     while stack:
         node, value = stack[-1]
         parent = node.parent

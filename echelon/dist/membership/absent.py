@@ -1,8 +1,8 @@
-"""The world of a process that takes the place of a lost rank, until it joins the other ranks.
+"""Define the world of a replacement process until it joins the other ranks.
 
-Such a process starts while the other ranks are training. Its program sees a world of full size and
-its own rank in that world. Until the process has joined the other ranks, every operation is
-refused.
+A process that takes the place of a lost rank starts while the other ranks are training. Its program
+sees a world of full size and its own rank in that world. Until the process has joined the other
+ranks, every operation is refused.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def origins(
         silent: group ranks that did not answer; chains end there.
 
     Returns:
-        The group ranks at the ends of the chains, and the group ranks in between. For a cycle,
-            which has no end, the result is `late` and no ranks in between.
+        The group ranks at the ends of the chains, and the group ranks in between. A cycle has no
+        end; if there are only cycles, the result is `late` and no ranks in between.
     """
     ends: list[int] = []
     between: list[int] = []

@@ -48,7 +48,7 @@ def path_of(store: Store) -> str:
 
 
 def _whole(store: Store) -> Store:
-    """Return the store of which this is a view."""
+    """Return the store that underlies all views, or `store` itself if it is not a view."""
     return _whole(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
@@ -56,8 +56,8 @@ class Board:
     """A process's connection to a board. The process listens while any group is attached.
 
     Args:
-        store: any view of the store. The board's place does not depend on the view's prefix, so
-            that the launcher finds the board.
+        store: any view of the store. The board's keys do not depend on the view's prefix, so
+            the launcher can find the board.
     """
 
     def __init__(self, store: Store) -> None:
@@ -92,7 +92,7 @@ class Board:
                 self._thread.start()
 
     def detach(self, path: str) -> None:
-        """Stop passing on the notices for a group.
+        """Stop receiving notices for a group.
 
         The board stops listening once no groups are attached.
         """

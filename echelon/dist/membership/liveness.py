@@ -11,7 +11,7 @@ Every rank's process answers the check on a separate thread with the number of c
 rank has called, so a rank that is still computing is considered late, never dead. The answer also
 says what the rank is waiting for, so that a waiting rank is not blamed for another rank's fault.
 
-Neither a connection nor a lease of the store is evidence: a stopped rank keeps its connection, a
+Neither a connection nor a store lease is evidence: a stopped rank keeps its connection, a
 live rank may lose its connection, and a lease may be out of date by as much as its duration (10 s
 by default).
 
@@ -169,7 +169,7 @@ class Liveness:
         return self._heard_or(operation, error, _HEARSAY_S)
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended the operation, or `error` if none."""
+        """Return the verdict of the rank whose failure ended the operation, else `error`."""
         wait_s = _HEARSAY_S if self._board is None else _VERDICT_S
         return self._heard_or(operation, error, wait_s)
 
@@ -183,7 +183,7 @@ class Liveness:
             return error
 
     def _is_of_a_part(self, operation: Operation, error: CollectiveError) -> bool:
-        """Return whether a message timed out in an engine that covers only part of the group."""
+        """Return whether a message timed out in an engine that serves only part of the group."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is not None
@@ -388,7 +388,7 @@ class Liveness:
                 asking.close()
 
     def _concerns_this_rank(self, notice: dict[str, Any]) -> bool:
-        """Return whether a verdict is news, and is not about ranks outside this group only."""
+        """Return whether a verdict comes from another rank and concerns this group."""
         ranks = self._members.ranks
         if notice["group"] == EVERY_GROUP and not set(notice["ranks"]) & set(ranks):
             return False

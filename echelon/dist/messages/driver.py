@@ -46,7 +46,7 @@ class Streams(Interface):
         """
 
     def writable(self) -> list[int]:
-        """Return the peers whose stream was full at the last `write` but may now have room."""
+        """Return the peers whose streams were full at the last `write` but may now have room."""
 
     def read(self, peer: int, view: memoryview) -> int:
         """Read a peer's bytes into `view`; return the number of bytes, which may be 0.
@@ -132,9 +132,10 @@ class Driver:
         return not thread.is_alive()
 
     def _may_have_unread(self, peer: int) -> bool:
-        """Return whether bytes from a peer may be on the way to a receive. Callable on any thread.
+        """Return whether bytes from a peer may be on the way to a receive.
 
-        The result is True if bytes have arrived or if the driver's thread is working.
+        The result is True if bytes have arrived or if the driver's thread is working. May be called
+        on any thread.
         """
         if self._streams.has_unread(peer):
             return True

@@ -42,7 +42,7 @@ class EitherPending:
         self._near = near
 
     def _ended(self) -> Pending | None:
-        """Return the receive whose end decides the outcome, or None while the outcome is open."""
+        """Return the receive that determined the outcome, or None if it is still undetermined."""
         across, inside = self._across, self._inside
         if across.done and (across.error is not None or across.source >= 0):
             return across

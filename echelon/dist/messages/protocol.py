@@ -183,7 +183,7 @@ class Protocol:
     # ---- what comes in ----
 
     def incoming(self, peer: int) -> memoryview:
-        """Return the buffer for the next bytes from a peer; call `read` once it has been filled."""
+        """Return the buffer for a peer's next bytes; call `read` after writing bytes into it."""
         body = self._inbox(peer).body
         return self._block if body is None or len(body) < _BLOCK_BYTES // 4 else body
 

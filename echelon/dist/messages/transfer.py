@@ -42,7 +42,7 @@ class Withdrawable(Protocol):
 
 
 class Transfer(Outcome):
-    """A send or a receive, which is the `Pending` of its operation.
+    """A send or receive in progress; it serves as the `Pending` of its operation.
 
     Attributes:
         operation: the caller's operation.
@@ -99,7 +99,7 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """Whether the transfer has ended, or need not wait because its rival has a message."""
+        """Whether the transfer has ended or can stop waiting because its rival has a message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:
@@ -117,7 +117,7 @@ class Transfer(Outcome):
             self.check_with(self.watch)
 
     def check_with(self, watch: Watch) -> None:
-        """Check a watch, but ignore the death of a rank whose message has not been read yet."""
+        """Check a watch, but ignore the death of a rank from which unread bytes have arrived."""
         if self.operation.peer == ANY_SOURCE:
             watch.check(None)
         else:

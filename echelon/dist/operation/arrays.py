@@ -227,7 +227,7 @@ class _HostMemory:
 
 
 def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
-    """View arrays of CuPy and similar libraries through the interface that Numba defined."""
+    """View an array of CuPy or a similar library through `__cuda_array_interface__`."""
     facts = array.__cuda_array_interface__
     dtype, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
     pointer, read_only = facts["data"]
@@ -242,7 +242,7 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
 
 
 def _device_index(device: Any) -> int:
-    """Return a device's number on this host. (JAX's `id` counts across all processes.)"""
+    """Return a device's index on this host. (JAX numbers `id` across all processes.)"""
     local = getattr(device, "local_hardware_id", None)
     return int(getattr(device, "id", 0) if local is None else local)
 

@@ -167,14 +167,14 @@ def check_uneven(
     """Check an array that consists of unequal parts, together with this rank's part.
 
     Args:
-        whole, part, splits: the arguments, each with its name.
+        whole, part, splits: the arguments, each as a pair of its name and its value.
 
     Returns:
         The number of rows of each rank, and the number of elements of each rank.
 
     Raises:
         ValueError: the splits do not add up to the whole; the part does not hold this rank's rows;
-            dtypes, devices or rows differ; or the arrays overlap other than in place.
+            dtypes, devices or rows differ; or the arrays overlap, but not in place.
     """
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)

@@ -26,7 +26,7 @@ class Evidence(Protocol):
         """Start answering other ranks' liveness checks and applying their verdicts to `state`."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return the given group ranks whose processes are known to have ended. Local."""
+        """Return the given group ranks whose processes are known to have ended. Not collective."""
 
     def find(
         self,
@@ -55,7 +55,7 @@ class Evidence(Protocol):
         """
 
     def arriving(self) -> AbstractContextManager[object]:
-        """Mark this rank, while the block runs, as being in a monitored barrier."""
+        """Mark this rank as being in a monitored barrier while the block runs."""
 
     def publish(self, error: CollectiveError) -> None:
         """Report to the other members why the group ended on this rank. Does not block."""

@@ -425,7 +425,7 @@ class GroupState:
     # ---- the end ----
 
     def close(self) -> None:
-        """End the group on this rank and release its resources. Local; takes at most 1 s.
+        """End the group on this rank and release its resources. Takes at most 1 s; not collective.
 
         Within that second, the method waits for a pending verdict to be published. If the store
         does not answer in time, the watcher continues publishing after the method has returned.

@@ -22,7 +22,7 @@ CarryOut = Callable[[Operation, Watch], None]
 
 
 class Job(Outcome):
-    """A queued collective, which is the `Pending` of its operation."""
+    """A queued collective; it serves as the `Pending` of its operation."""
 
     __slots__ = ("has_begun", "operation", "watch")
 
@@ -63,7 +63,7 @@ class Serial:
         return job
 
     def run(self, operation: Operation, watch: Watch) -> None:
-        """Run a collective when its turn comes; block until it has ended.
+        """Run a collective when its turn comes, and block until the collective has ended.
 
         Raises:
             Exception: the exception that the collective raised, or that ended it before its turn.

@@ -348,7 +348,7 @@ class TorchGroup(Identity):
             self._made.abort()
 
     def shutdown(self) -> None:
-        """End the group on this rank and join its threads, within seconds. Safe to call twice."""
+        """End the group on this rank and join its threads within seconds. Safe to call twice."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True

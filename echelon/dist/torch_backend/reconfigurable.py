@@ -195,14 +195,14 @@ class Reconfigurable:
         return self._timeout_s
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout, also for later operations of the current group."""
+        """Set the timeout, which also applies to later operations of the current group."""
         self._timeout_s = timeout_s
         group = self._group
         if group is not None:
             group.set_timeout_s(timeout_s)
 
     def abort(self) -> None:
-        """End the current group, or its creation, on all its members. Callable from any thread.
+        """End the current group, or its creation, on all its members. May be called on any thread.
 
         Waiting operations and `configure` raise CollectiveError within 1 s.
         """

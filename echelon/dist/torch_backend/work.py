@@ -118,7 +118,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a torch future for the tensors; see the module's note on errors."""
+        """Return a torch future for the tensors; see the note on errors in the module docstring."""
         with self._lock:
             if self._future is None:
                 devices = sorted(

@@ -94,7 +94,7 @@ class Channel:
         return self._socket.family, self._socket.getpeername()
 
     def interrupt(self) -> None:
-        """Make all calls that are waiting on this channel fail. Thread-safe."""
+        """Fail all calls that are waiting on this channel. Thread-safe."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -115,7 +115,7 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """The server's name or address, as the caller gave it."""
+        """The server's host name or address, as passed by the caller."""
         return self._dialer.place.host
 
     @property

@@ -44,7 +44,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class OurCalls(Store):
-    """The primitive operations of a client, for echelon's server."""
+    """A client's primitive operations, implemented for echelon's server."""
 
     def __init__(self, session: Session, timeout_s: Callable[[], float]) -> None:
         self._session = session
@@ -228,7 +228,7 @@ class OurCalls(Store):
             steps = steps[len(queries) :]
 
     def _outcome(self, step: Step, status: int, payload: bytes) -> object:
-        """Return the result of a pipeline's step, which may be an error."""
+        """Return the result of a pipeline step, which may be an error."""
         if status == p.ERROR:
             text = payload.decode("utf-8", "replace")
             name = show(step.key)
@@ -321,7 +321,7 @@ class _Leases:
         self._is_closed = False
 
     def add(self, key: bytes, lease_s: float) -> None:
-        """Keep renewing the lease of this key until the presence is released."""
+        """Renew this key's lease periodically until the presence is released."""
         with self._lock:
             self._lease_s[key] = lease_s
             if self._thread is None:

@@ -82,7 +82,7 @@ class Pool:
         return self._main
 
     def take_away(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Reserve the main connection for a blocking call. No exchange may be in progress."""
+        """Reserve the main connection, which must be idle, for a blocking call."""
         lock = self.turn(operation, key, deadline)
         try:
             channel = self.main(operation, key, deadline)

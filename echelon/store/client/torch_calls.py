@@ -45,7 +45,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class TorchCalls(Store):
-    """The primitive operations of a client, for torch's server."""
+    """A client's primitive operations, implemented for torch's server."""
 
     def __init__(self, pool: Pool, timeout_s: Callable[[], float]) -> None:
         self._pool = pool
@@ -137,7 +137,7 @@ class TorchCalls(Store):
             self._raise_wait_timeout(operation, keys, self._missing_of(keys), deadline)
 
     def _missing_of(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys that do not exist, using one round trip."""
+        """Return the keys that do not exist, in one round trip."""
         request = b"".join(p.encode(p.CHECK, [_wire(key)]) for key in keys)
 
         def read(channel: Channel, deadline: Deadline) -> list[bytes]:
@@ -228,7 +228,7 @@ class TorchCalls(Store):
             step.reply.settle(answer)
 
     def _encode_step(self, step: Step) -> tuple[bytes, Read]:
-        """Return the command for a pipeline's step, and the function that reads its answer."""
+        """Return the command for a pipeline step, and the function that reads its answer."""
         wire = _wire(step.key)
         if step.operation == "get":
             return p.encode(p.CHECK, [wire]) + p.encode(p.GET, wire), take_if_present

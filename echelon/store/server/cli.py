@@ -7,9 +7,9 @@ ignores both signals and stops only when the pipe closes.
 A parent process may send commands through the pipe, one per line. `admit ADDRESS` admits torch's
 clients from a trusted address. `publish KEY VALUE` stores a value; KEY and VALUE are single words.
 `post FOLDER VALUE` stores a value under the first of the keys FOLDER/0, FOLDER/1, ... that is free.
-`has KEY ...` makes the server print `has`, followed by 1 or 0 for each key that exists or does not.
-`renew` drops all members and keys, after which the server prints `renew`. Any other line is
-ignored.
+`has KEY ...` makes the server print `has`, followed by a 1 for each key that exists and a 0 for
+each key that does not. `renew` drops all members and keys, after which the server prints `renew`.
+Any other line is ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PARENTS_SIGNALS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit code: 1 if the server failed, 2 for invalid usage."""
+    """Run the command and return its exit code: 1 if the server failed, 2 for invalid usage."""
     args = _parse(argv)
     has_parent_pipe = sys.stdin is not None and _is_pipe(0)
     if args.parent_only:
@@ -101,7 +101,7 @@ def _port(text: str) -> int:
 
 
 def _read_secret(path: Path | None) -> bytes | None:
-    """Return the content of the secret's file without a trailing line break."""
+    """Return the contents of the secret file without the trailing newline."""
     if path is None:
         return None
     return path.read_bytes().rstrip(b"\r\n")

@@ -167,7 +167,7 @@ class Hub:
     # Deliveries.
 
     def deliver_woken(self) -> None:
-        """Answer waiters satisfied by the last commands, for at most one slice of time."""
+        """Answer waiters satisfied by the last commands, for at most one time slice."""
         woken = self.state.woken
         while woken:
             batch, woken[:_DELIVERED_AT_ONCE] = woken[:_DELIVERED_AT_ONCE], []
@@ -236,7 +236,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Find out whether to admit a client that cannot prove knowledge of the secret."""
+        """Determine whether to admit a client that cannot prove that it knows the secret."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)
@@ -266,7 +266,7 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Close peers that have taken too long, and release items reserved for silent peers."""
+        """Disconnect peers that exceeded a time limit; release items reserved for silent peers."""
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()

@@ -20,7 +20,9 @@ Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
 
 
 class Receiver(Protocol):
-    """A peer's `data_received` in C, which executes plain commands and passes other data on.
+    """A peer's `data_received`, implemented in C.
+
+    It executes plain commands itself and passes other data on.
 
     Attributes:
         is_plain: whether plain commands may be executed. The owner sets this attribute.

@@ -174,7 +174,7 @@ class Peer(asyncio.Protocol):
         self._pause()
 
     def _pause(self) -> None:
-        """Defer everything that the peer sends from now on."""
+        """Defer all further commands from the peer."""
         self._is_paused = True
         self._leave_plain()
         self.stop_reading()
@@ -355,7 +355,7 @@ class Peer(asyncio.Protocol):
                 return
 
     def _demand_nothing_unsealed(self, rest: Iterator[p.Message]) -> None:
-        """Refuse a peer whose packet contains more bytes after the proof."""
+        """Refuse the peer if its packet contains further bytes after the proof."""
         if self.is_sealed and (
             self._rest or next(rest, None) is not None or self._parser.is_inside_command
         ):
@@ -374,7 +374,7 @@ class Peer(asyncio.Protocol):
         return self.standing is standing
 
     def _carry_out_one(self, message: Any) -> None:
-        """Execute a single message from a member: a fast path for `_carry_out`."""
+        """Execute a single message from a member. This is a fast path of `_carry_out`."""
         state = self.state
         if state.promised_to and self in state.promised_to:
             release_unless_popped(self, message)
@@ -388,7 +388,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def put_off(self) -> None:
-        """Let other peers run before the next command."""
+        """Defer the next command so that other peers can run first."""
         if self._is_busy:
             return
         self._is_busy = True
@@ -516,7 +516,7 @@ class Peer(asyncio.Protocol):
         return False
 
     def admit(self) -> None:
-        """Make the peer a member."""
+        """Admit the peer as a member."""
         self.standing = Standing.MEMBER
         self.hub.strangers.discard(self)
         self._parser.admitted = True

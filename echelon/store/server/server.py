@@ -283,7 +283,7 @@ class StoreServer:
         self._hub = Hub(self._loop, self._limits, self._secret)
 
     def _run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until the loop is stopped, then release everything."""
+        """Serve until the loop is stopped, then release all resources."""
         loop, hub = self._loop, self._hub
         assert loop is not None
         assert hub is not None

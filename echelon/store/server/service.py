@@ -76,7 +76,7 @@ def release_unless_popped(peer: Peer, message: p.Message) -> None:
 
 
 def _get_run(peer: Peer, run: Any) -> list[p.Message]:
-    """Answer a run of GETs; return the commands that must be deferred."""
+    """Answer a run of consecutive GETs; return the commands that must be deferred."""
     get, out = peer.state.values.get, peer.out
     found = [get(key, b"") for (key,) in run[1].iter_unpack(run[2])]
     lengths = set(map(len, found))

@@ -1,4 +1,4 @@
-"""Share the loop's time among peers, in slices.
+"""Divide the event loop's time among the peers, in slices.
 
 A peer executes commands for at most one slice at a time. Its remaining work joins the end of a
 queue, so a flood of commands from one peer does not delay other peers.
@@ -33,7 +33,7 @@ class Turns:
         self._slice_ends = 0.0
 
     def begin(self) -> None:
-        """Start a slice of time."""
+        """Start a time slice."""
         self._slice_ends = self._clock() + _SLICE_S
 
     @property
@@ -52,7 +52,7 @@ class Turns:
             self._loop.call_soon(self._work)
 
     def _work(self) -> None:
-        """Give each waiting peer at most one slice of time."""
+        """Give each waiting peer at most one time slice."""
         self._is_scheduled = False
         ends = self._clock() + _TURN_S
         try:

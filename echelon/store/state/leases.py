@@ -67,7 +67,7 @@ class Leases:
             self._end(key, lease)
 
     def has_closed(self, session: bytes) -> None:
-        """Shorten a session's leases to the grace period after its connection has closed."""
+        """Handle the end of a session's connection: shorten its leases to the grace period."""
         ends = self._now() + GRACE_S
         for key in self._keys_of.get(session, ()):
             self._leases[key].ends = min(self._leases[key].ends, ends)

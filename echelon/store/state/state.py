@@ -40,7 +40,8 @@ class StoreState:
         rounds: the open barriers and gathers.
         present_by: the owner of each temporary key.
         watched: the keys whose changes are reported.
-        on_change: called with (key, value or None) when a watched key changes.
+        on_change: called with the key and its new value (None if it was deleted) when a watched key
+            changes.
     """
 
     def __init__(self, max_keys: int | None = None) -> None:
@@ -156,7 +157,7 @@ class StoreState:
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
         """Take the oldest item from a queue; return the number of available items, and the item.
 
-        Items promised to other owners are skipped (see the module's note).
+        Items promised to other owners are skipped (see the note in the module docstring).
         """
         if self.promised_to.get(owner) == key:
             self._drop_promise(owner)
@@ -384,7 +385,7 @@ class StoreState:
         return len(self._waiters_of.get(owner, ()))
 
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
-        """Store a value that is deleted with its owner."""
+        """Store a value that is deleted when its owner leaves."""
         self.set(key, value)
         self.present_by[key] = owner
 
@@ -411,7 +412,7 @@ class StoreState:
         return sum(map(len, self._waiters_of.values()))
 
     def num_presences(self) -> int:
-        """Return the number of keys that are deleted with their owner."""
+        """Return the number of keys that are deleted when their owner leaves."""
         return len(self.present_by)
 
     def _tell(self, key: bytes, value: bytes | None) -> None:

@@ -1,4 +1,4 @@
-"""Define a store's waiters, and the arrivals at its barriers and gathers."""
+"""Define the waiters of a store, and the rounds of its barriers and gathers."""
 
 from __future__ import annotations
 

@@ -238,9 +238,9 @@ class Parser:
             shapes = self._shapes
 
     def _cut_tagged(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Extract one tagged command of a common shape.
+        """Extract one tagged command that has one of the fast path's shapes.
 
-        Return the end of the command, or 0 if the command is incomplete.
+        Returns the position after the command, or 0 if the fast path cannot extract the command.
         """
         size, query, key_at = len(data), data[position], position + 13
         if key_at > size:
@@ -275,7 +275,7 @@ class Parser:
         return end
 
     def _open(self, data: bytes, out: list[p.Message]) -> int:
-        """Process the first bytes of the connection; return where the first command starts."""
+        """Process the first bytes of the connection; return the position of the first command."""
         self._is_fresh = False
         if data.startswith(_OPENING):
             return len(_OPENING)
@@ -301,7 +301,7 @@ class Parser:
             self._shapes = _NO_SHAPES
 
     def _first_need(self, out: list[p.Message]) -> int:
-        """Start to parse the next command; return the number of bytes it needs first."""
+        """Start parsing the next command; return the number of bytes that it needs first."""
         assert self._steps is not None
         try:
             return next(self._steps)
@@ -330,7 +330,7 @@ class Parser:
             out.append(message)
 
     def _handshake(self) -> _Steps:
-        """Require VALIDATE and its magic number before anything else."""
+        """Require the connection to start with VALIDATE and its magic number."""
         first = (yield 1)[0]
         if first != p.VALIDATE:
             raise StoreProtocolError(
@@ -380,7 +380,7 @@ class Parser:
             self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
-        """Return `length` if this command may contain another string of that length."""
+        """Return `length` after checking that this command may contain another such string."""
         limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
         if length > limit:
             what = "key" if kind == "K" else "value"
@@ -447,7 +447,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Return the position at which the commands' headers stop being equal."""
+    """Return the position of the first command whose header differs from the first one's."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:

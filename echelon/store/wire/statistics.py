@@ -24,8 +24,8 @@ class StoreStatistics:
         num_refused: the number of connections closed so far because of a violation.
         value_bytes: the total size of all values and items.
         waiting: the number of waiters for each key.
-        missing_ranks: for each open barrier or gather, the first 64 missing ranks; empty if some
-            arrival gave no rank.
+        missing_ranks: for each open barrier or gather, the first 64 missing ranks; empty if an
+            arrival did not specify a rank.
     """
 
     num_keys: int
@@ -49,7 +49,7 @@ class StoreStatistics:
         """Decode a server's statistics; unknown fields are ignored.
 
         Raises:
-            StoreProtocolError: the data is not a record of statistics.
+            StoreProtocolError: the data is not a valid statistics record.
         """
         try:
             plain = json.loads(text)
