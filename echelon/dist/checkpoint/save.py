@@ -35,7 +35,7 @@ _SHARED_S = 10.0  # after this, a folder that another rank made is not on a shar
 
 
 class _LostPartError(CheckpointError):
-    """A background save cannot be completed because a rank that it needs was lost."""
+    """Raised when a background save cannot finish because a rank that it needs was lost."""
 
 
 def save(
@@ -128,7 +128,7 @@ def begin(
 def _prepare(
     root: Path | Remote, state: Mapping[str, Any], peers: Peers, *, keep: int, timeout_s: float
 ) -> _Job:
-    """Agree with the other ranks on the contents, writers and location of the save."""
+    """Agree with the other ranks on what to save, which rank writes what, and where."""
     doing = f"{root}: not saved"
     agree(peers, _unless_lost(peers, pending.finish()), f"{root}: the save before")
     contents = together(peers, doing, lambda: collect(state, peers.rank))
@@ -213,9 +213,9 @@ class _Job:
             raise
 
     def run_apart(self, deadline_s: float) -> None:
-        """Write and commit the version without communication, by polling for other ranks' files.
+        """Write and commit the version without communicating; poll for other ranks' files instead.
 
-        Training can therefore use the group at the same time.
+        This leaves the group free for training in the meantime.
         """
         try:
             self._write()

@@ -77,7 +77,7 @@ class _Reading:
             self._note(line)
 
     def _round(self, lines: Sequence[Line], number: int, num_rounds: int) -> None:
-        """Read this rank's part of a window from each line, and exchange the parts."""
+        """Read this rank's part of one window of each line, and exchange the parts."""
         rank, size = self._peers.rank, self._peers.size
         parts = [aligned(-(-line.num_bytes // (num_rounds * len(line.ranks)))) for line in lines]
         sent: list[list[Tensor]] = [[] for _ in range(size)]

@@ -56,7 +56,7 @@ def pieces(tensor: Tensor) -> list[Local]:
 
 
 def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
-    """Split tensors that have a parameter's shape into the same pieces as the parameter.
+    """Split tensors of a parameter's shape into the same pieces as the parameter.
 
     Args:
         parameter: the parameter that determines the positions of the elements.
@@ -154,7 +154,7 @@ def owner(tensor: Tensor) -> Tensor:
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Return local elements as optimizer state for `like`: a DTensor if `like` is one."""
+    """Wrap local elements as optimizer state for `like`, as a DTensor if `like` is one."""
     if not is_dtensor(like):
         return data
     return type(like).from_local(
@@ -199,6 +199,6 @@ def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
 
 
 def _further(placement: Any) -> dict[str, int]:
-    """Return the attributes of a placement, except for its dim."""
+    """Return a placement's attributes other than its dim."""
     factor = getattr(placement, "split_factor", None)
     return {} if factor is None else {"split_factor": factor}
