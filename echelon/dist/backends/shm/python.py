@@ -168,7 +168,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Sum this rank's share of the chunk into its slot, then copy the shares of all ranks."""
+        """Sum this rank's share of the chunk into its slot, then copy every rank's share."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(
@@ -352,7 +352,7 @@ class PythonEngine(HostEngine):
         watch.check(self._late)
 
     def _gone(self) -> list[tuple[int, str]]:
-        """Return the ranks that have exited or left, and why."""
+        """Return the ranks that have exited or left, each with the reason."""
         return [
             (rank, _ENDS[Fault(fault)])
             for rank in self._others
@@ -367,7 +367,7 @@ class PythonEngine(HostEngine):
         return build.peer_lost(self._members, operation, gone)
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Record the ranks at fault, so that other ranks do not blame this rank."""
+        """Record which ranks are at fault, so that other ranks do not blame this rank."""
         fault = Fault.ABORTED
         if isinstance(error, CollectiveMismatchError):
             fault = Fault.MISMATCH

@@ -66,7 +66,7 @@ class Rings:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose rings were full and have space again."""
+        """Return the peers whose rings were full and now have space again."""
         free = self._has_room()
         self._full.difference_update(free)
         return free
