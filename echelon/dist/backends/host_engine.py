@@ -74,7 +74,7 @@ class HostEngine(ABC):
         return self._serial.submit(operation, watch)
 
     def submit_shared(self, operation: Operation, watch: Watch) -> Transfer:
-        """Start an any-source receive that a message from another engine may also complete."""
+        """Start an any-source receive that may also be completed through another engine."""
         transfer = Transfer(operation, watch)
         transfer.is_shared = True
         return self._post(transfer)

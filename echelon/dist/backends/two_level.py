@@ -258,7 +258,7 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, total, data)
 
     def _all_reduce_between_two(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
-        """Swap shares with the other host, summing one chunk while the next is in transit."""
+        """Swap shares with the other host, reducing one chunk while the next is in transit."""
         data, num_inside = array_of(operation.target), self._inside.members.size
         most = max(1, _CHUNK_BYTES // np.dtype(carried_of(operation)).itemsize)
         flying: Callable[[], None] | None = None
@@ -290,7 +290,7 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, mine, chunk)
 
     def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
-        """Return this rank's share of the sum over its host, in the accumulation dtype.
+        """Return this rank's share of the data reduced over its host, in the accumulation dtype.
 
         All shares have the same length; the last one is padded with zeros.
         """
@@ -323,7 +323,7 @@ class TwoLevelEngine(HostEngine):
             np.copyto(data, whole[: len(data)])
 
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
-        """Convert sums to the result's dtype; for an average, divide them first."""
+        """Convert the reduced data to the result's dtype; for an average, divide it first."""
         if operation.reduce_op == "avg":
             divide(total, self._size, wide_of(operation))
         convert(operation.dtype, out, total)

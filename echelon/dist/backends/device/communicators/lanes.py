@@ -1,4 +1,4 @@
-"""Manage the lanes of one group on a device."""
+"""Manage the lanes (see `pairs.py`) of one group on a device."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Lanes:
 
 
 class Opening(Outcome):
-    """The engine's handle for an `open` operation, which connects one lane or both."""
+    """The engine's handle for an `open` operation, which connects one or both lanes of a pair."""
 
     is_detached = False
 
@@ -115,5 +115,5 @@ class Opening(Outcome):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the library has no work left for the operation."""
+        """Whether the library has finished all work for the operation."""
         return self._num_left == 0
