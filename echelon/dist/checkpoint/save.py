@@ -62,9 +62,9 @@ def save(
         path: a folder, created if it does not exist, or the address of a folder in an object store,
             such as `s3://bucket/run`.
         state: the state to save.
-        async_op: whether to copy the state and write the copy in the background. Errors are raised
-            by `wait`, by the next save or by `shutdown`. An error that none of them raises makes
-            the program fail at exit.
+        async_op: whether to copy the state and write the copy in the background. An error is raised
+            by `wait`, by the next save or by `shutdown`. If none of these is called, the error
+            makes the program fail at exit.
         keep: how many checkpoints to keep under `path`, including this one.
         timeout_s: how long ranks wait for each other in the background; None means the world's
             timeout.

@@ -257,7 +257,7 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Check that each rank sends as much as its peers expect; return the largest size."""
+        """Check that all ranks send what their peers expect; return the largest number of items."""
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
@@ -336,7 +336,7 @@ class PythonEngine(HostEngine):
     # ---- faults ----
 
     def _look_around(self, operation: Operation, watch: Watch) -> None:
-        """Raise an error if a missing rank has failed or the timeout has expired."""
+        """Raise an error if a late rank has failed or the timeout has expired."""
         gone: set[int] = set()
         reason = Fault.PEER_LOST
         for rank in self._late():

@@ -177,14 +177,14 @@ class Unfinished:
 def are_equal(
     parts: Sequence[Manifest], one: Range, other: Range, read: Callable[[str, int, int], bytes]
 ) -> bool:
-    """Return whether two ranks wrote equal values for the elements that they share.
+    """Return whether two ranks wrote equal values for the elements that both of them wrote.
 
     Args:
         parts: the ranks' parts of the manifest, keyed by rank.
         one: the range that the first rank wrote.
         other: the range that the second rank wrote.
-        read: a function that returns bytes of a rank's file, given the file's name, an offset and a
-            length.
+        read: a function that reads bytes from a rank's file, given the file's name, an offset and
+            a length.
     """
     part = parts[one.file]
     size = next(

@@ -245,7 +245,11 @@ class Keeper:
         return True
 
     def _made_room(self, peers: Peers, error: Exception, failed: int | None) -> bool:
-        """Remove one checkpoint if the disk is full and `make_room` is set. Collective."""
+        """Remove one checkpoint if the disk is full and `make_room` is set. Collective.
+
+        Returns:
+            Whether a checkpoint was removed.
+        """
         is_full = any(peers.all_gather(isinstance(error, OSError) and error.errno in _FULL))
         if not (is_full and self._make_room):
             return False
@@ -256,7 +260,7 @@ class Keeper:
         return any(peers.all_gather(made))
 
     def _give_up_one(self, failed: int | None) -> bool:
-        """Remove one checkpoint to free space."""
+        """Remove one checkpoint other than `failed` to free space; return whether this worked."""
         for step in rules.for_room(self._steps.look(), self.policy):
             if step != failed and self._remove(step):
                 place = self._steps.path(step)

@@ -54,7 +54,7 @@ class _Reading:
         self._done: set[int] = set()  # ids of what was filled
 
     def for_all(self, line: Line) -> None:
-        """Read the data that every rank wants. Collective."""
+        """Read the data that every rank needs. Collective."""
         peers = self._peers
         part = min(_WINDOW_BYTES, line.num_bytes + ALIGNMENT * peers.size) // peers.size
         part = max(ALIGNMENT, part // ALIGNMENT * ALIGNMENT)

@@ -50,9 +50,9 @@ class Held:
         return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
-        """Return a 1-D range of the held elements.
+        """Return a range of the held elements, as a 1-D tensor.
 
-        Positions count from the first held element.
+        `start` is counted from the first held element.
         """
         flat = self.data.reshape(-1)
         return Held(self.path, self.shape, flat[start : start + length], self.start + start, True)

@@ -117,8 +117,8 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
     """Locate a range of a slice's elements in the full tensor.
 
     Args:
-        data: the elements of the run.
-        start: the index of the run's first element within the slice.
+        data: the elements of the range.
+        start: the index of the range's first element within the slice.
         part: the description of the slice.
     """
     width = math.prod(part.local_shape[part.dim :])
@@ -148,7 +148,7 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """Return the tensor that an optimizer uses: the shard, if the parameter is gathered."""
+    """Return the tensor that the optimizer uses; for a gathered parameter, this is its shard."""
     member = member_of(tensor)
     return tensor if member is None else member.shard
 
