@@ -16,7 +16,7 @@ Failure: an engine raises what it observed, and `GroupState` decides what it mea
 | an error from `errors.build` | the engine itself knows which ranks are late or dead |
 | `EndedElsewhere` | another operation ended this one; the other rank's error may be more precise |
 | `ConnectionBroken` | a connection broke; the group determines which rank is dead |
-| `Refused` | all ranks refuse the operation for the same reason; the group remains usable |
+| `Refused` | all ranks refuse the operation in the same way; the group remains usable |
 | whatever `watch.check()` raised | the group ended, or the operation's deadline passed |
 | any other exception | a library failed on this rank; all ranks report the error |
 

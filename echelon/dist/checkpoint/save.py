@@ -63,7 +63,7 @@ def save(
             such as `s3://bucket/run`.
         state: the state to save.
         async_op: whether to copy the state and write the copy in the background. An error is raised
-            by `wait`, by the next save or by `shutdown`. If none of these is called, the error
+            by `wait`, by the next save or by `shutdown`. If none of these raises it, the error
             makes the program fail at exit.
         keep: how many checkpoints to keep under `path`, including this one.
         timeout_s: how long ranks wait for each other in the background; None means the world's

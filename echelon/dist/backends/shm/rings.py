@@ -56,7 +56,8 @@ class Rings:
     def wait(self, timeout_s: float) -> list[int]:
         """Wait until the bell rings, unless there is already work to do.
 
-        Return the peers from which data can be read.
+        Returns:
+            The peers from which data can be read.
         """
         seen = self._words[self._bell]
         readable = self._readable()

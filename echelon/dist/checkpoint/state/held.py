@@ -50,7 +50,7 @@ class Held:
         return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
-        """Return a range of the held elements, as a 1-D tensor.
+        """Return a `Held` with 1-D data for a range of the held elements.
 
         `start` is counted from the first held element.
         """

@@ -46,7 +46,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def ways(self, operation: Operation) -> list[Way]:
-        """Return a message's direction, or both directions if the operation opens a channel."""
+        """Return the direction of a message, or both directions if the operation is an `open`."""
         mine, peer, name = self._rank, operation.peer, f"tag/{operation.tag}"
         out, back = Way(mine, peer, name), Way(peer, mine, name)
         if operation.kind == OPEN:
