@@ -1,1 +1,1 @@
-"""The engines that move data. Every engine implements `interface.Engine`."""
+"""Provide the engines that move data. Every engine implements `interface.Engine`."""

@@ -1,4 +1,4 @@
-"""The parts that the Python engine and the gloo engine share.
+"""Provide the base class that the pure-Python, gloo and two-level engines share.
 
 One thread runs the collectives in order (progress/serial.py), and another runs the messages
 (messages/driver.py). Each thread starts when it is first needed. Callers only wait, so even a
@@ -74,7 +74,7 @@ class HostEngine(ABC):
         return self._serial.submit(operation, watch)
 
     def submit_shared(self, operation: Operation, watch: Watch) -> Transfer:
-        """Start an any-source receive that a message in another engine may also complete."""
+        """Start an any-source receive that may also be completed through another engine."""
         transfer = Transfer(operation, watch)
         transfer.is_shared = True
         return self._post(transfer)

@@ -1,4 +1,4 @@
-"""Provide levels, the subgroups on which a two-level engine carries out its steps."""
+"""Provide levels: the subgroups on which a two-level engine carries out its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.dist.operation.operation import Operation, encode_call
 
 
 class LevelWatch:
-    """The limits of an operation on the whole group, translated for the engine of a subgroup."""
+    """A watch for a subgroup's engine, backed by the watch of an operation on the whole group."""
 
     __slots__ = ("_places", "_watch", "deadline_s")
 

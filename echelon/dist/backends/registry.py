@@ -1,10 +1,10 @@
 """List the available backends, and create a backend's engine for a group.
 
 A backend is either listed in `_OWN` or provided by an installed package through the entry point
-group `echelon.backends`. The entry point's object is a function like `create` in
-`echelon.dist.backends.shm.backend`. It may have two attributes: `not_ready`, a function that
-returns why the backend cannot run here, and `device`, the kind of device whose arrays the backend
-transfers.
+group `echelon.backends`. The entry point must refer to a function with the signature of `create`
+in `echelon.dist.backends.shm.backend`. The function may have two attributes: `not_ready`, a
+function that returns why the backend cannot run here, and `device`, the kind of device whose arrays
+the backend transfers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Create = Callable[[Members, PrefixStore, float], Engine]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether a backend can run here, with the `reason` if it cannot."""
+    """Whether a backend can run here and, if it cannot, the `reason`."""
 
     name: str
     ready: bool
@@ -93,7 +93,7 @@ def for_device(device: str) -> tuple[str, str]:
 
 
 def needs_own_device(name: str) -> bool:
-    """Return whether a backend refuses ranks that share a device."""
+    """Return whether a backend requires each rank to have a device of its own."""
     asks = getattr(_find(name)[0], "needs_own_device", None)
     return asks is not None and bool(asks())
 

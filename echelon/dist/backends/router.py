@@ -37,7 +37,7 @@ from echelon.store import PrefixStore
 
 
 class Router:
-    """An engine that combines several engines of one group.
+    """An engine that delegates each operation to one of a group's engines.
 
     Args:
         host: the engine for host arrays.
@@ -77,7 +77,7 @@ class Router:
 
     @property
     def closes_together(self) -> bool:
-        """Whether releasing an engine requires waiting for the other members."""
+        """Whether closing one of the engines requires waiting for the other members."""
         return any(
             engine.device != "cpu" or getattr(engine, "closes_together", False)
             for engine in self._all()
@@ -216,7 +216,7 @@ class Router:
             raise
 
     def _rename(self, error: CollectiveError, meeting: Operation, operation: Operation) -> None:
-        """Change an error so that it names the user's operation, not the comparison of calls."""
+        """Make an error name the user's operation instead of the internal comparison of calls."""
         before, now = (build.place(self._members, one) for one in (meeting, operation))
         error.args = (str(error).replace(before, now, 1),)
         error.operation = operation.kind

@@ -7,8 +7,8 @@ means between hosts):
     reduce_scatter   reduce_scatter inside, then reduce_scatter of the sums across
     all_gather       all_gather across, all_gather inside
     broadcast        across from the root, then inside on each host
-    messages         inside by shared memory, across by Gloo; a receive from any rank runs on both
-        levels, and one level gets the message (see messages/either.py)
+    messages         shared memory inside, Gloo across; an any-source receive runs on both levels,
+        and one of them receives the message (see messages/either.py)
 
 Each byte thus crosses the network once per host rather than once per rank. Some operations use a
 single Gloo mesh of all ranks instead: all_to_all, gather, scatter, parts of unequal size, and sums
@@ -152,7 +152,7 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Stop both levels; shut them down gracefully only if no collective is running."""
+        """Stop both levels, gracefully only if no collective is running."""
         if reason is None and not self._serial.is_idle:
             reason = build.closed(self._members, Operation("close", 0))
         for engine in self._engines():
@@ -212,7 +212,7 @@ class TwoLevelEngine(HostEngine):
         return build.peer_lost(self._members, operation, ranks)
 
     def _start_comparing(self, operation: Operation, watch: Watch) -> _Agree:
-        """Compare calls inside the host and start comparing them between hosts.
+        """Compare the ranks' calls within the host, and start comparing them between hosts.
 
         The returned function completes the comparison. The caller's memory must not be modified
         before that function has returned.
@@ -258,7 +258,7 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, total, data)
 
     def _all_reduce_between_two(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
-        """Swap shares with the other host, summing one chunk while the next is in transit."""
+        """Swap shares with the other host, reducing one chunk while the next is in transit."""
         data, num_inside = array_of(operation.target), self._inside.members.size
         most = max(1, _CHUNK_BYTES // np.dtype(carried_of(operation)).itemsize)
         flying: Callable[[], None] | None = None
@@ -290,7 +290,7 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, mine, chunk)
 
     def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
-        """Return this rank's share of the host's total, in the dtype used for accumulation.
+        """Return this rank's share of the data reduced over its host, in the accumulation dtype.
 
         All shares have the same length; the last one is padded with zeros.
         """
@@ -323,7 +323,7 @@ class TwoLevelEngine(HostEngine):
             np.copyto(data, whole[: len(data)])
 
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
-        """Convert totals to the result's dtype; for an average, divide them first."""
+        """Convert the reduced data to the result's dtype; for an average, divide it first."""
         if operation.reduce_op == "avg":
             divide(total, self._size, wide_of(operation))
         convert(operation.dtype, out, total)

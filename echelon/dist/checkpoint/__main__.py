@@ -71,7 +71,8 @@ def show(path: Path) -> int:
 def verify(path: Path) -> int:
     """Read every version, oldest first, and print one line per version.
 
-    Return 1 if any version is damaged.
+    Returns:
+        The exit code, which is 1 if any version is damaged.
     """
     code = 0
     for version in _all_versions(path):

@@ -1,4 +1,4 @@
-"""Load a state into any number of ranks."""
+"""Load a checkpoint on any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
     """Fill `state` in place from the checkpoint under `path`, and return it. Collective.
 
     Modules, optimizers, `RandomState`s, objects and tensors in `state` are filled in place. Plain
-    values are replaced, or added if `state` does not contain them. The ranks share the reading of
-    data that they all hold, and each rank reads its own shards. Every block is verified when it is
+    values are replaced, or added if `state` does not contain them. The ranks split the reading of
+    data that they all hold, and each rank reads its own shards. Every block is verified as it is
     read. If the newest version is damaged, all ranks load the next older version, and rank 0 issues
     a RuntimeWarning. If `path` names a single version, only that version is tried. The state is
     checked for mismatches before anything is changed, but an error during reading leaves the state
@@ -89,8 +89,8 @@ def load_source(
 
     Args:
         path: the path to show in errors and in the black box.
-        open_source: a function that returns the source. Every rank calls it, with the loading ranks
-            as the argument.
+        open_source: opens the source. Every rank calls it with the ranks that take part in the
+            load.
         state: the state to fill.
 
     Raises:

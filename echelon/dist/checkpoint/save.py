@@ -35,7 +35,7 @@ _SHARED_S = 10.0  # after this, a folder that another rank made is not on a shar
 
 
 class _LostPartError(CheckpointError):
-    """A background save cannot be completed because a rank that it needs was lost."""
+    """Raised when a background save cannot finish because a rank that it needs was lost."""
 
 
 def save(
@@ -62,9 +62,9 @@ def save(
         path: a folder, created if it does not exist, or the address of a folder in an object store,
             such as `s3://bucket/run`.
         state: the state to save.
-        async_op: whether to copy the state and write the copy in the background. Errors are raised
-            by `wait`, by the next save or by `shutdown`. An error that none of them raises makes
-            the program fail at exit.
+        async_op: whether to copy the state and write the copy in the background. An error is raised
+            by `wait`, by the next save or by `shutdown`. If none of these raises it, the error
+            makes the program fail at exit.
         keep: how many checkpoints to keep under `path`, including this one.
         timeout_s: how long ranks wait for each other in the background; None means the world's
             timeout.
@@ -128,7 +128,7 @@ def begin(
 def _prepare(
     root: Path | Remote, state: Mapping[str, Any], peers: Peers, *, keep: int, timeout_s: float
 ) -> _Job:
-    """Agree with the other ranks on the contents, writers and location of the save."""
+    """Agree with the other ranks on what to save, which rank writes what, and where."""
     doing = f"{root}: not saved"
     agree(peers, _unless_lost(peers, pending.finish()), f"{root}: the save before")
     contents = together(peers, doing, lambda: collect(state, peers.rank))
@@ -213,9 +213,9 @@ class _Job:
             raise
 
     def run_apart(self, deadline_s: float) -> None:
-        """Write and commit the version without communication, by polling for other ranks' files.
+        """Write and commit the version without communicating; poll for other ranks' files instead.
 
-        Training can therefore use the group at the same time.
+        This leaves the group free for training in the meantime.
         """
         try:
             self._write()

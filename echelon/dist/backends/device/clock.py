@@ -1,8 +1,8 @@
-"""Convert the times of device work to the host's monotonic clock.
+"""Convert the times of device events to the host's monotonic clock.
 
-A tie is an event whose time on the host's clock is known. The time of a later event is the time of
-the tie plus the time that has elapsed since. Elapsed times are float32, so a new tie is made from
-time to time to preserve the resolution.
+A tie is an event whose time on the host's clock is known. The host time of a later event is that of
+the tie plus the time elapsed between the two events. Elapsed times are float32, so a new tie is
+made from time to time to preserve the resolution.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tie = tuple[Any, int]  # an event and the monotonic time at which it happened
 
 
 class DeviceClock:
-    """The clock of one device."""
+    """A converter from the times of one device's events to the host's clock."""
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         """Create the clock of the current device."""
@@ -43,7 +43,7 @@ class DeviceClock:
             return 0
 
     def _make_tie(self) -> Tie:
-        """Make a tie, choosing the most precise of several events."""
+        """Make a tie from the most precisely timed of several events."""
         ties = []
         with self._runtime.relaxed():
             for _ in range(_NUM_TRIES):

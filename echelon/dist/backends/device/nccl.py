@@ -44,7 +44,7 @@ def not_ready() -> str:
 def versions() -> str:
     """Return the versions of torch's NCCL and of the packages that the backend needs.
 
-    If a process loads two NCCL libraries, torch and the backend both use the first one.
+    If a process loads two NCCL libraries, both torch and the backend use the first one.
     """
     found = []
     with contextlib.suppress(Exception):  # a torch without NCCL

@@ -16,7 +16,7 @@ _TIMED = {"enable_timing": True}
 
 
 class LibraryFailed(RuntimeError):  # noqa: N818 -- `CollectiveError` is what users see
-    """The library reported an error in a launched operation."""
+    """Raised when the library reports an error in a launched operation."""
 
 
 class DevicePending:
@@ -122,7 +122,7 @@ class DevicePending:
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which the operation failed, or None."""
+        """The error that made the operation fail, or None."""
         return self._error
 
     @property
@@ -176,7 +176,7 @@ class DevicePending:
 
 
 class DonePending:
-    """The handle of an operation that was captured in a graph or has nothing to do."""
+    """A handle to an operation that was captured in a graph or has nothing to do."""
 
     error = None
     done = True

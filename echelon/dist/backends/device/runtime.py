@@ -25,11 +25,11 @@ class DeviceRuntime:
         self._modes = _capture_modes() if device == "cuda" else None
 
     def find_accelerator(self) -> Any:
-        """Return the torch module for a kind of device."""
+        """Return torch's module for this kind of device."""
         return getattr(self.torch, self.device)
 
     def identity(self, index: int) -> str:
-        """Return a device's name, which is the same in every process."""
+        """Return a name that identifies a device in every process."""
         host = host_identity()["boot"]
         properties = self.accelerator.get_device_properties(index)
         number = getattr(properties, "uuid", None) or index
@@ -45,7 +45,7 @@ class DeviceRuntime:
             job()
 
     def empty_like(self, tensor: Any, length: int, stream: Any) -> Any:
-        """Return an uninitialized tensor of another tensor's dtype, for use on a stream."""
+        """Return an uninitialized tensor with another tensor's dtype, for use on a stream."""
         with self.accelerator.stream(stream):
             return tensor.new_empty(length)
 

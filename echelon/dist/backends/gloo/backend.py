@@ -70,7 +70,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine
 
 
 class GlooEngine(HostEngine):
-    """An engine over TCP that uses Gloo for collectives but not for messages."""
+    """An engine over TCP that uses Gloo for collectives and its own connections for messages."""
 
     name = "gloo"
 
@@ -128,7 +128,7 @@ class GlooEngine(HostEngine):
     def cut(self, reason: CollectiveError | None) -> None:
         """Break the connections at both ends if the group has failed or is busy.
 
-        If the group is idle, `close` shuts the connections down gracefully.
+        If the group is idle, `close` shuts down the connections gracefully instead.
         """
         if self._transport is not None and not (reason is None and self._serial.is_idle):
             self._transport.break_off()
@@ -158,7 +158,7 @@ class GlooEngine(HostEngine):
         return self._transport.all_gather(out, data)
 
     def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
-        """Start swapping `data` with the only other member. Both members must know both sizes."""
+        """Start swapping `data` with the only other member; both members must know both sizes."""
         return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
 
     def finish(self, watch: Watch, work: Any) -> None:
@@ -235,7 +235,7 @@ class GlooEngine(HostEngine):
             np.copyto(operation.target, whole.reshape(-1)[: len(source)])
 
     def _summed_share(self, operation: Operation, watch: Watch, source: Flat) -> Flat:
-        """Sum all ranks' data, and return this rank's share; all shares have the same length."""
+        """Sum all ranks' data and return this rank's share. All shares have the same length."""
         length = -(-len(source) // self._size)
         padded = source
         if length * self._size != len(source):

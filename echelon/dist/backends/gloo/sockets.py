@@ -146,7 +146,7 @@ class Sockets:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose connections were full and can be written to again."""
+        """Return the peers whose connections were full and now accept data again."""
         found = list(self._writable)
         self._writable.clear()
         return found
@@ -216,7 +216,7 @@ class Sockets:
         return 0
 
     def wake(self) -> None:
-        """Interrupt the current call of `wait` or, if there is none, the next call."""
+        """Interrupt the current `wait` call or, if there is none, the next one."""
         if not self._is_closed:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)
@@ -294,7 +294,7 @@ class Sockets:
         made.close()
 
     def _continue(self, peer: int, events: int) -> None:
-        """Handle an outgoing connection that has connected, has room again, or has been closed."""
+        """Handle an outgoing connection that was established, became writable or was closed."""
         out = self._out[peer]
         if not out.is_connected:
             code = out.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -66,8 +66,8 @@ class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
 class Swap:
     """A receive and a send in progress, with the interface of a Gloo collective.
 
-    A separate thread waits for Gloo. The caller waits for that thread, and can check its watch
-    while it waits.
+    A separate thread waits for Gloo, and the caller waits for that thread. The caller can therefore
+    check its watch while it waits.
     """
 
     def __init__(self, wait_for_both: Callable[[], None]) -> None:
@@ -118,7 +118,7 @@ class _Swapper:
         return swap
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread after it has finished the submitted swaps."""
+        """Stop the thread once it has finished all submitted swaps."""
         self._swaps.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -156,10 +156,10 @@ class Transport:
         return made
 
     def close(self) -> None:
-        """Release the connections. Returns after at most 2 s, also if Gloo does not.
+        """Release the connections. Return within 2 s, even if Gloo's destructor is still waiting.
 
-        Gloo's destructor waits for operations that were started and abandoned. If the host of a
-        peer is frozen, they never end. The destructor then continues to wait on its own thread.
+        The destructor waits for operations that were started and then abandoned. If a peer's host
+        is frozen, these operations never end, and the destructor keeps waiting on its own thread.
         """
         held, self._made = [self._made], None
         destroyer = threading.Thread(target=held.clear, name="echelon-gloo-close", daemon=True)
@@ -175,7 +175,7 @@ class Transport:
         """Close the connections here and at the peers, even while operations are waiting on them.
 
         Gloo has no call for this, but a receive that times out closes all connections. The Gloo
-        object is then never destroyed, because Gloo's destructor might block indefinitely.
+        object is never destroyed afterwards, because its destructor might block indefinitely.
         """
         made = self._made
         self.keep()
@@ -201,7 +201,14 @@ class Transport:
         return self._group.allreduce([torch.from_numpy(data)], options)
 
     def all_to_all(self, out: Flat, data: Flat, outs: list[int], ins: list[int]) -> Any:
-        """Start an all_to_all of bytes; `outs` and `ins` are the sizes of the ranks' parts."""
+        """Start an all_to_all of bytes.
+
+        Args:
+            out: the buffer for the received parts, in rank order.
+            data: the parts to send, in rank order.
+            outs: the number of bytes to receive from each rank.
+            ins: the number of bytes to send to each rank.
+        """
         return self._group.alltoall_base(
             tensor(out), tensor(data), outs, ins, _core.AllToAllOptions()
         )

@@ -26,7 +26,7 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """Return whether this machine's number for the futex system call is known."""
+    """Return whether the number of the futex system call is known for this machine."""
     return _syscall is not None
 
 
@@ -72,7 +72,7 @@ class Words(Protocol):
 
 
 def publish(shared: Words, word: int, value: int, wakes: bool) -> None:
-    """Store a word after all earlier stores are visible, and wake the threads that sleep on it."""
+    """Store a word once all earlier stores are visible, and wake the threads that sleep on it."""
     address = shared.address(word)
     if not STORES_STAY_IN_ORDER:
         wake(address)  # for its barrier: the data must be seen before the word

@@ -1,4 +1,4 @@
-"""Pass descriptors to other processes of the same user over an abstract Unix socket.
+"""Pass file descriptors to other processes of the same user over an abstract Unix socket.
 
 Group rank 0 passes the shared memory to all members. If members are in different PID namespaces,
 each member also sends its own pidfd, and rank 0 passes all pidfds to all members. A pidfd can be
@@ -165,7 +165,7 @@ def _take_table(peer: socket.socket, deadline_s: float, check: Check) -> dict[in
 def _take(
     peer: socket.socket, num_bytes: int, num_fds: int, deadline_s: float, check: Check
 ) -> tuple[bytes, list[int]]:
-    """Receive `num_bytes`, or fewer at the end of the stream, with any descriptors sent along."""
+    """Receive `num_bytes` (fewer if the stream ends) and any descriptors sent with them."""
     data, fds = b"", []
     while len(data) < num_bytes:
         peer.settimeout(max(0.001, min(_SLICE_S, deadline_s - time.monotonic())))

@@ -1,4 +1,4 @@
-"""Map a group's shared memory, into which each rank writes a mark that the other ranks check.
+"""Map a group's shared memory. Each rank writes a mark into it, which the other ranks check.
 
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
 system. It exists only while some process maps it, so a process that dies leaves nothing behind.

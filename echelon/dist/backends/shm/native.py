@@ -171,7 +171,7 @@ class NativeEngine:
             self._engine.abort()
 
     def abort(self) -> None:
-        """End the group on this rank. For use by engines that are built on top of this engine."""
+        """End the group on this rank. Used by engines that are built on top of this one."""
         self._engine.abort()
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class NativeEngine:
         self._memory.close()
 
     def explain(self, operation: Operation, fault: tuple[int, list[int], int, int, bool]) -> Any:
-        """Translate a fault in the core into an error for the operation."""
+        """Convert a fault that the core reported into an error for the operation."""
         reason, ranks, kind, sequence, is_adopted = fault
         mine = _KINDS[operation.kind] == kind and operation.sequence == sequence
         if reason == Fault.MISMATCH:

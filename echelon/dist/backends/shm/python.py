@@ -168,7 +168,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Sum this rank's share of the chunk into its slot, then copy the shares of all ranks."""
+        """Sum this rank's share of the chunk into its slot, then copy every rank's share."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(
@@ -257,7 +257,7 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Check that each rank sends as much as its peers expect; return the largest size."""
+        """Check that each rank sends as much as its peers expect; return the largest split."""
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
@@ -336,7 +336,7 @@ class PythonEngine(HostEngine):
     # ---- faults ----
 
     def _look_around(self, operation: Operation, watch: Watch) -> None:
-        """Raise an error if a missing rank has failed or the timeout has expired."""
+        """Raise an error if a late rank has failed or the timeout has expired."""
         gone: set[int] = set()
         reason = Fault.PEER_LOST
         for rank in self._late():
@@ -352,7 +352,7 @@ class PythonEngine(HostEngine):
         watch.check(self._late)
 
     def _gone(self) -> list[tuple[int, str]]:
-        """Return the ranks that have exited or left, and why."""
+        """Return the ranks that have exited or left, each with the reason."""
         return [
             (rank, _ENDS[Fault(fault)])
             for rank in self._others
@@ -367,7 +367,7 @@ class PythonEngine(HostEngine):
         return build.peer_lost(self._members, operation, gone)
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Record the ranks at fault, so that other ranks do not blame this rank."""
+        """Record which ranks are at fault, so that other ranks do not blame this rank."""
         fault = Fault.ABORTED
         if isinstance(error, CollectiveMismatchError):
             fault = Fault.MISMATCH

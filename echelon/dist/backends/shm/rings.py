@@ -56,7 +56,8 @@ class Rings:
     def wait(self, timeout_s: float) -> list[int]:
         """Wait until the bell rings, unless there is already work to do.
 
-        Return the peers from which data can be read.
+        Returns:
+            The peers from which data can be read.
         """
         seen = self._words[self._bell]
         readable = self._readable()
@@ -66,7 +67,7 @@ class Rings:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose rings were full and have space again."""
+        """Return the peers whose rings were full and now have space again."""
         free = self._has_room()
         self._full.difference_update(free)
         return free

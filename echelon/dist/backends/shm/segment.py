@@ -92,7 +92,7 @@ class Segment:
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
 
     def blame(self, rank: int, fault: int, blamed: list[int], num_ended: int) -> None:
-        """Record that `rank` has left the group after a failure, and which ranks it blames.
+        """Record that `rank` left the group after a failure, and which ranks it blames.
 
         Args:
             num_ended: the number of collectives that `rank` had finished.

@@ -2,7 +2,7 @@
 
     all_reduce, all_gather, reduce_scatter, broadcast, all_to_all: oneCCL's own
 
-    dtypes and reductions that oneCCL lacks  all_gather, reduced here in rank order
+    dtypes and reductions that oneCCL lacks  all_gather, then a reduction here in rank order
     reduce, gather                           all_reduce, all_gather into the engine's own memory
     scatter                                  broadcast; each rank keeps its part
     all_to_all with splits                   all_to_all of parts padded to the longest
@@ -108,7 +108,7 @@ class _Worker:
 
 
 class _Shared:
-    """State that all groups of the process share. The last group releases it."""
+    """State shared by all groups of the process and released by the last of them."""
 
     def __init__(self) -> None:
         self.lane = Lane("echelon-xccl-lane")
@@ -117,7 +117,7 @@ class _Shared:
         self.is_stuck = False
 
     def give_up(self, *kept: Any) -> None:
-        """Abandon the worker and keep its memory alive; the process can exit without the worker."""
+        """Abandon the worker, keep its memory alive, and let the process exit without it."""
         self.is_stuck = True
         keep_for_ever(self, kept)
 
@@ -148,7 +148,7 @@ def _give_shared_back(shared: _Shared) -> None:
 
 
 class _Joining:
-    """The watch on a group that is being created."""
+    """The watch that applies while a group is being created."""
 
     def __init__(self, members: Members, timeout_s: float) -> None:
         self.operation = Operation("init", 0, timeout_s=timeout_s)
@@ -219,7 +219,7 @@ class XcclEngine:
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Record a failure, if any. A failed group's communicator is never destroyed."""
+        """Record the failure, if any; a failed group's communicator is never destroyed."""
         self._is_broken = self._is_broken or reason is not None
 
     def close(self) -> None:
@@ -379,7 +379,7 @@ class XcclEngine:
     def _all_gather_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Gather all ranks' parts, padded to the length of the longest, and remove the padding."""
+        """Gather all ranks' parts, padded to the length of the longest, and strip the padding."""
         splits = operation.output_splits
         if not max(splits):
             return

@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group calls. If the block raises an error, errors from `onecclGroupEnd` are ignored."""
+    """Group the block's calls. If the block raises, ignore errors from `onecclGroupEnd`."""
     _check("GroupStart", loaded)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Handle calls that cannot be aborted."""
+"""Let the process exit while calls that cannot be aborted are still running."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Locate oneCCL's C library, load it with its dependencies, and call it through ctypes.
 
-The `oneccl` wheel installs its libraries in the environment's `lib` folder; oneAPI has folders of
-its own. The dynamic loader searches none of these folders, so this module loads the libraries by
+The `oneccl` wheel installs its libraries in the environment's `lib` folder; oneAPI uses its own
+folders. The dynamic loader searches none of these folders, so this module loads the libraries by
 their full paths. The module also selects the CPU plugin, unless the user has chosen another plugin.
 A process can use only one plugin.
 """

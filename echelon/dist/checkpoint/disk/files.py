@@ -1,4 +1,4 @@
-"""Provide one function for each kind of change that a save makes to the file system.
+"""Provide every file-system operation with which a save changes the disk.
 
 All changes go through this module, so a test can make each of them fail.
 """

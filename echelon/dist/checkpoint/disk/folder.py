@@ -10,8 +10,8 @@ every version without a valid mark. Older versions are removed only after the ne
 complete, so a complete version always exists.
 
 [Note: stale writers] A writer may outlive its save, for example if the disk hangs past the timeout.
-Every save therefore generates a token, which is part of the hidden folder's name, of each rank's
-index and of the commit mark. A stale writer uses only names inside its own hidden folder, so it
+Every save therefore generates a token, which appears in the hidden folder's name, in each rank's
+index and in the commit mark. A stale writer uses only names inside its own hidden folder, so it
 cannot damage another version. A folder is renamed before its files are removed, so the stale
 writer's next call fails.
 """
@@ -80,7 +80,7 @@ class Unfinished:
         return cls(path)
 
     def is_seen(self) -> bool:
-        """Return whether this rank sees the folder that rank 0 created."""
+        """Return whether the folder that rank 0 created is visible to this rank."""
         if not self.path.is_dir():
             versions(self.path.parent)  # makes NFS look again
         return self.path.is_dir()
@@ -177,14 +177,14 @@ class Unfinished:
 def are_equal(
     parts: Sequence[Manifest], one: Range, other: Range, read: Callable[[str, int, int], bytes]
 ) -> bool:
-    """Return whether two ranks wrote equal values for the elements that they share.
+    """Return whether two ranks wrote equal values for the elements that both of them wrote.
 
     Args:
         parts: the ranks' parts of the manifest, keyed by rank.
         one: the range that the first rank wrote.
         other: the range that the second rank wrote.
-        read: a function that returns bytes of a rank's file, given the file's name, an offset and a
-            length.
+        read: a function that reads bytes from a rank's file, given the file's name, an offset and
+            a length.
     """
     part = parts[one.file]
     size = next(
@@ -304,7 +304,7 @@ def _looks_whole(version: Path) -> bool:
 
 
 def problem_of(version: Path) -> str | None:
-    """Return why a committed version cannot be loaded, or None. Only file sizes are checked."""
+    """Return why a committed version cannot be loaded, or None. Check only the file sizes."""
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)
@@ -314,7 +314,7 @@ def problem_of(version: Path) -> str | None:
 
 
 def is_of_a_save(path: Path) -> bool:
-    """Return whether a save created this entry of a checkpoint's folder."""
+    """Return whether this entry of a checkpoint's folder was created by a save."""
     if _VERSION.fullmatch(path.name):
         return _is_own(path)
     return _HIDDEN.fullmatch(path.name) is not None and not path.is_symlink()
@@ -362,7 +362,7 @@ def _remove_uncommitted(version: Path) -> None:
 
 
 def _is_own(version: Path) -> bool:
-    """Return whether a save wrote a numbered folder."""
+    """Return whether a numbered folder was written by a save."""
     if version.is_symlink():
         return False
     names = _names(version)

@@ -1,4 +1,4 @@
-"""Define the manifest, which holds the plain values and locates the tensors' elements in files.
+"""Define the manifest, which holds the plain values and records where tensors are stored.
 
 A tensor is treated as a sequence of elements in row-major order. Each rank writes parts of tensors
 to its own file, and a `Range` describes each part. A loading rank reads the ranges that overlap the

@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Ranges of `length` elements. The first begins at `start`; `repeats` locates the others."""
+    """Ranges of `length` elements: the first begins at `start`, and `repeats` gives the others."""
 
     start: int
     length: int
@@ -92,7 +92,7 @@ def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern
 
 
 def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Describe a dim's indices as repeats: pairs of count and distance, innermost first."""
+    """Describe a dim's indices as repeats: (count, distance) pairs, innermost first."""
     edges = np.flatnonzero(np.diff(indices) != 1) + 1
     runs = np.split(indices, edges)
     distances = {int(d) for d in np.diff([run[0] for run in runs])}

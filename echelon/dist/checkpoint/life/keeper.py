@@ -36,7 +36,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _ClaimedError(CheckpointError):
-    """Another job is saving checkpoints in this folder."""
+    """Raised when another job is saving checkpoints in the same folder."""
 
 
 class Keeper:
@@ -53,8 +53,8 @@ class Keeper:
             checkpoint and the best checkpoint are never removed.
         timeout_s: see `save`.
         patience_s: how long a background save may take before the next one waits for it. Until
-            then, background saves that become due are skipped, so that a slow disk does not stop
-            the training. 0 means that none is skipped.
+            then, further background saves are skipped, so that a slow disk does not stall
+            training. 0 means that saves are never skipped.
 
     Raises:
         ValueError: a setting is not valid.
@@ -108,9 +108,9 @@ class Keeper:
     ) -> bool:
         """Save a state as `step`'s checkpoint, then remove old checkpoints. Collective.
 
-        The method first waits for any previous background save, or returns False within
-        `patience_s`. After a storage failure, or if the save is skipped, rank 0 issues a warning
-        and all ranks return False.
+        The method first waits for any background save that is still running. With `async_op`, the
+        new save is skipped instead if the running one began at most `patience_s` ago. If the save
+        is skipped or the storage fails, rank 0 issues a warning and all ranks return False.
 
         Args:
             step: the number of finished steps.
@@ -186,7 +186,7 @@ class Keeper:
         self._in_background = step if async_op else None
 
     def _is_skipped(self, step: int, peers: Peers) -> bool:
-        """Return whether the previous save is still being written, and may be. Collective."""
+        """Return whether to skip this save because another is still being written. Collective."""
         ages = [age_s for age_s in peers.all_gather(pending.writing_s()) if age_s is not None]
         if not ages or max(ages) > self._patience_s:
             return False
@@ -220,7 +220,7 @@ class Keeper:
         self._steps.note_score(step, score if score is None or not math.isnan(score) else None)
 
     def _rotate(self, step: int) -> None:
-        """Remove the checkpoints that the policy does not keep. Called on rank 0 after a commit."""
+        """Remove the checkpoints that the policy does not keep. Runs on rank 0 after a commit."""
         self._steps.sweep()
         for gone in rules.superfluous(self._steps.look(), self.policy, step):
             self._remove(gone)
@@ -245,7 +245,11 @@ class Keeper:
         return True
 
     def _made_room(self, peers: Peers, error: Exception, failed: int | None) -> bool:
-        """Remove one checkpoint if the disk is full and `make_room` is set. Collective."""
+        """Remove one checkpoint if the disk is full and `make_room` is set. Collective.
+
+        Returns:
+            Whether a checkpoint was removed.
+        """
         is_full = any(peers.all_gather(isinstance(error, OSError) and error.errno in _FULL))
         if not (is_full and self._make_room):
             return False
@@ -256,7 +260,7 @@ class Keeper:
         return any(peers.all_gather(made))
 
     def _give_up_one(self, failed: int | None) -> bool:
-        """Remove one checkpoint to free space."""
+        """Remove one checkpoint other than `failed` to free space; return whether this worked."""
         for step in rules.for_room(self._steps.look(), self.policy):
             if step != failed and self._remove(step):
                 place = self._steps.path(step)

@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from; all ranks agree on the result."""
+"""Find the checkpoint to resume from, which is the same on all ranks."""
 
 from __future__ import annotations
 

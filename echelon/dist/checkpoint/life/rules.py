@@ -12,7 +12,7 @@ Best: TypeAlias = Literal["lowest", "highest"]
 
 
 class Condition(Enum):
-    """The apparent condition of a step's checkpoint."""
+    """The state that a step's checkpoint appears to be in, judged without reading its data."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"  # it was committed, and files are missing or have another size

@@ -11,7 +11,7 @@ from echelon.dist.checkpoint.ranks.peers import Peers, World, find
 
 
 class SaveSchedule:
-    """A schedule that makes checkpoints due at the same steps on all ranks.
+    """A schedule that decides when to save, at the same steps on all ranks.
 
     Time is measured on rank 0's clock, from the last step at which a checkpoint was due. With
     `every_s` and torch.distributed groups, each step costs a small all_gather.

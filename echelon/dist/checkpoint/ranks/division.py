@@ -33,7 +33,7 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Agree on the kind of each entry, and on the entries that each rank saves separately.
+    """Agree on the kind of each entry and on which entries each rank saves separately.
 
     Raises:
         ValueError: an entry has a different kind on another rank.

@@ -83,14 +83,14 @@ _current: PendingSave | None = None
 
 
 def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
-    """Start a background save: a thread calls `write` with a deadline on the monotonic clock."""
+    """Start a thread that saves by calling `write` with a deadline on the monotonic clock."""
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current
 
 
 def writing_s() -> float | None:
-    """Return how long ago the save that is still being written began; None if there is none."""
+    """Return how many seconds ago the running save began, or None if no save is running."""
     return None if _current is None or _current.done else _current._age_s
 
 
@@ -131,8 +131,8 @@ def _finish_at_shutdown() -> None:
 def _finish_at_exit() -> None:
     """Wait for the program's last save, and make the program fail if the save failed.
 
-    Python ignores exceptions in exit handlers, so this function ends the process itself. Before
-    that, it does the work of echelon's other exit handlers.
+    Python ignores exceptions in exit handlers, so on failure this function ends the process itself,
+    after doing the work of echelon's other exit handlers.
     """
     error = finish()
     if error is None:

@@ -54,7 +54,7 @@ class _Reading:
         self._done: set[int] = set()  # ids of what was filled
 
     def for_all(self, line: Line) -> None:
-        """Read the data that every rank wants. Collective."""
+        """Read the data that every rank needs. Collective."""
         peers = self._peers
         part = min(_WINDOW_BYTES, line.num_bytes + ALIGNMENT * peers.size) // peers.size
         part = max(ALIGNMENT, part // ALIGNMENT * ALIGNMENT)
@@ -77,7 +77,7 @@ class _Reading:
             self._note(line)
 
     def _round(self, lines: Sequence[Line], number: int, num_rounds: int) -> None:
-        """Read this rank's part of a window from each line, and exchange the parts."""
+        """Read this rank's part of one window of each line, and exchange the parts."""
         rank, size = self._peers.rank, self._peers.size
         parts = [aligned(-(-line.num_bytes // (num_rounds * len(line.ranks)))) for line in lines]
         sent: list[list[Tensor]] = [[] for _ in range(size)]

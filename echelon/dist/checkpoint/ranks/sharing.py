@@ -1,4 +1,4 @@
-"""Group the data that several ranks need into lines of bytes.
+"""Arrange the data that several ranks need in contiguous runs of bytes, called lines.
 
 Each line contains the tensors that one set of ranks needs. If the tensors are replicas of a whole
 model, the set contains all ranks. If they are replicas of a shard, the set contains only the ranks
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     last: int
 
     def elements(self) -> tuple[int, int]:
-        """Return where the piece begins in this rank's part, and how many elements it has."""
+        """Return the offset of the piece in this rank's part and its number of elements."""
         size = self.dtype.itemsize
         return (self.first - self.begin) // size, (self.last - self.first) // size
 

@@ -65,7 +65,7 @@ class RemoteUnfinished:
         return cls(path)
 
     def is_seen(self) -> bool:
-        """Return whether this rank sees the version that rank 0 created."""
+        """Return whether the version that rank 0 created is visible to this rank."""
         return _BEGUN in self.path.sizes()
 
     @contextlib.contextmanager
@@ -201,7 +201,7 @@ def read_manifest(version: Remote) -> Manifest:
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded, or None. Only object sizes are checked."""
+    """Return why a committed version cannot be loaded, or None. Check only the object sizes."""
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:

@@ -24,7 +24,7 @@ def checksum(data: Tensor) -> int:
 
 
 def sums(data: Tensor) -> Tensor:
-    """View the elements as 32-bit words in rows of 1024; return int64 sums of the rows and columns.
+    """Arrange the elements as rows of 1024 32-bit words; return the int64 row and column sums.
 
     Any change to at most three words changes at least one sum. The result is on the tensor's
     device, and is about 1/500 of the size of the data.

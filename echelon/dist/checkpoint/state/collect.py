@@ -217,7 +217,7 @@ def is_part(key: str, value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def as_tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:
-    """Return a tensor with an array's elements.
+    """Convert a NumPy array to a tensor.
 
     Raises:
         TypeError: torch does not support the array's dtype.

@@ -83,7 +83,7 @@ def plain_name(name: str) -> str:
 
 
 def rank_path(path: str, rank: int) -> str:
-    """Return the path under which one rank's value is stored separately."""
+    """Return the path of a value that is stored separately for one rank."""
     return f"{path}/@{rank}"
 
 

@@ -50,9 +50,9 @@ class Held:
         return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
-        """Return a 1-D range of the held elements.
+        """Return a `Held` with 1-D data for a range of the held elements.
 
-        Positions count from the first held element.
+        `start` is counted from the first held element.
         """
         flat = self.data.reshape(-1)
         return Held(self.path, self.shape, flat[start : start + length], self.start + start, True)
@@ -64,10 +64,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
-    """Split equal copies across the ranks that hold them; return the part that the caller writes.
+    """Split the writing of replicas across the ranks that hold them; return the caller's part.
 
-    There are `count` copies, and the caller holds copy `index`. Each part has about the same number
-    of bytes. A tensor may be cut between two parts, unless it has several runs.
+    There are `count` replicas, and the caller holds replica `index`. All parts have about the same
+    number of bytes. A tensor may be split across two parts, unless it has several runs.
     """
     total = sum(one.length * dtype_bytes(one.dtype) for one in held)
     first_byte, last_byte = total * index // count, total * (index + 1) // count

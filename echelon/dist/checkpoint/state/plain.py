@@ -1,7 +1,7 @@
 """Encode plain values as msgpack, so that nothing in a checkpoint is ever unpickled.
 
 In addition to msgpack's own types, the encoding supports tuples, integers of any size, and
-references to tensors. Any other value is refused when it is saved.
+references to tensors. Saving any other value raises an error.
 """
 
 from __future__ import annotations

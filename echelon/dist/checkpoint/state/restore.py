@@ -44,7 +44,7 @@ from echelon.dist.checkpoint.state.shards import (
 
 
 class Restore:
-    """A plan for filling one rank's state from a source.
+    """A plan for restoring one rank's state from a source.
 
     Attributes:
         wanted: the tensors to fill, each with its path in the source.
@@ -322,7 +322,7 @@ def _extra_names(module: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def _ranks_of(manifest: Manifest) -> dict[str, list[int]]:
-    """Map each shared path to the ranks that saved a version of their own."""
+    """Map each shared path to the ranks that saved their own value for it."""
     found: dict[str, set[int]] = {}
     for path in [*manifest.tensors, *manifest.aliases, *manifest.values]:
         shared, rank = shared_path(path)

@@ -56,7 +56,7 @@ def pieces(tensor: Tensor) -> list[Local]:
 
 
 def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
-    """Split tensors that have a parameter's shape into the same pieces as the parameter.
+    """Split tensors of a parameter's shape into the same pieces as the parameter.
 
     Args:
         parameter: the parameter that determines the positions of the elements.
@@ -117,8 +117,8 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
     """Locate a range of a slice's elements in the full tensor.
 
     Args:
-        data: the elements of the run.
-        start: the index of the run's first element within the slice.
+        data: the elements of the range.
+        start: the index of the range's first element within the slice.
         part: the description of the slice.
     """
     width = math.prod(part.local_shape[part.dim :])
@@ -148,13 +148,13 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """Return the tensor that an optimizer uses: the shard, if the parameter is gathered."""
+    """Return the tensor that the optimizer uses; for a gathered parameter, this is its shard."""
     member = member_of(tensor)
     return tensor if member is None else member.shard
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Return local elements as optimizer state for `like`: a DTensor if `like` is one."""
+    """Wrap local elements as optimizer state for `like`, as a DTensor if `like` is one."""
     if not is_dtensor(like):
         return data
     return type(like).from_local(
@@ -199,6 +199,6 @@ def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
 
 
 def _further(placement: Any) -> dict[str, int]:
-    """Return the attributes of a placement, except for its dim."""
+    """Return a placement's attributes other than its dim."""
     factor = getattr(placement, "split_factor", None)
     return {} if factor is None else {"split_factor": factor}

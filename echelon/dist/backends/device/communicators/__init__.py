@@ -1,1 +1,1 @@
-"""Manage a library's communicators and call their operations."""
+"""Manage a library's communicators and launch operations on them."""

@@ -33,7 +33,7 @@ def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> st
 class Collectives:
     """The collectives of one group on a device.
 
-    The caller must have entered the communicator.
+    Callers must have entered the communicator (see `Handle.entered`).
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Collectives:
     ) -> None:
         """Reduce one part of the elements on each rank, and then gather the parts.
 
-        The method uses memory for one additional copy of the data.
+        This needs memory for one additional copy of the data.
         """
         pieces = source.tensor_split(self._size)
         results = target.tensor_split(self._size)

@@ -19,11 +19,11 @@ _QUIET_S = 0.1  # how long a call may take before the end revokes it
 
 
 class HandleEnded(Exception):  # noqa: N818 -- the group's own error is what users see
-    """The communicator is ending or has ended."""
+    """Raised when a communicator is used while it is ending or after it has ended."""
 
 
 class Handle:
-    """A communicator that is protected by a lock and ended only once."""
+    """A communicator that is protected by a lock and freed only once."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -44,7 +44,7 @@ class Handle:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Communicator]:
-        """Give the calling thread exclusive use of the communicator while the block runs.
+        """Give the calling thread exclusive use of the communicator within the `with` block.
 
         Raises:
             HandleEnded: the communicator is ending or has ended.

@@ -1,4 +1,4 @@
-"""Manage the lanes of one group on a device."""
+"""Manage the lanes (see `pairs.py`) of one group on a device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def ways(self, operation: Operation) -> list[Way]:
-        """Return a message's direction, or both directions if the operation opens a channel."""
+        """Return the direction of a message, or both directions if the operation is an `open`."""
         mine, peer, name = self._rank, operation.peer, f"tag/{operation.tag}"
         out, back = Way(mine, peer, name), Way(peer, mine, name)
         if operation.kind == OPEN:
@@ -86,7 +86,7 @@ class Lanes:
 
 
 class Opening(Outcome):
-    """The engine's handle for an `open` operation, which connects one lane or both."""
+    """The engine's handle for an `open` operation, which connects one or both lanes of a pair."""
 
     is_detached = False
 
@@ -115,5 +115,5 @@ class Opening(Outcome):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the library has no work left for the operation."""
+        """Whether the library has finished all work for the operation."""
         return self._num_left == 0

@@ -26,7 +26,7 @@ class Launcher:
         self._known: set[Hashable] = set()
 
     def knows(self, key: Hashable) -> bool:
-        """Return whether a job with this key has succeeded. If so, further jobs will not block."""
+        """Return whether a job with this key has succeeded, so that later ones will not block."""
         return key in self._known
 
     def note(self, key: Hashable) -> None:

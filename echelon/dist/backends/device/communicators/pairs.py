@@ -4,8 +4,9 @@ A send blocks its stream and its communicator until the receive runs. Every lane
 own communicator and its own stream, so lanes never wait for each other. A lane leads from one rank
 to another, and is named after a tag or a channel. Messages within a lane are ordered.
 
-The first message or a call to `open` creates a lane. One byte is sent over each new lane, because
-libraries connect in the first call. The lane is open once this byte has arrived.
+A lane is created by its first message or by a call to `open`. Libraries establish the connection
+in the first call, so one byte is sent over each new lane. The lane is open once this byte has
+arrived.
 """
 
 from __future__ import annotations

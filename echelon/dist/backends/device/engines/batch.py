@@ -29,7 +29,7 @@ def connection_key(operation: Operation) -> tuple[object, ...]:
 
 
 def apart(batch: Sequence[Call]) -> list[list[Call]]:
-    """Split a batch into parts in which no two operations use the same memory.
+    """Split a batch into parts, such that no two operations in a part use the same memory.
 
     A library may run the operations in a part concurrently.
     """

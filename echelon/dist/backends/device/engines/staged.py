@@ -52,7 +52,7 @@ class StagedEngine:
     nests = False
 
     def __init__(self, runtime: DeviceRuntime, members: Members, host: Engine) -> None:
-        """Create a group's engine, which takes ownership of the host engine `host`."""
+        """Create the engine for a group, and take ownership of the host engine `host`."""
         self.name = host.name
         self.device = runtime.device
         self._runtime = runtime
@@ -121,7 +121,7 @@ class StagedEngine:
         return pending
 
     def _fly(self, pending: DevicePending) -> None:
-        """Register an operation so that `cut` can end it."""
+        """Track an operation in flight so that `cut` can end it."""
         with self._making:
             self._flying = [*(one for one in self._flying if not one.done), pending]
 

@@ -8,8 +8,8 @@ timeout also applies.
 Collectives share one communicator and one stream. Messages use lanes (see `Lane`). While a graph is
 being captured, operations are queued directly on the captured stream.
 
-The engine does not compare the ranks' calls, so a mismatch leads to a timeout. The black box then
-shows the mismatch.
+The engine does not compare the ranks' calls, so mismatching calls lead to a timeout. The black box
+then shows the mismatch.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class StreamEngine:
         return pending
 
     def _take(self, pending: _Taken) -> _Taken:
-        """Register an operation so that `cut` can end it."""
+        """Track an operation in flight so that `cut` can end it."""
         self._fly()
         with self._lock:
             self._flying.append(pending)
@@ -338,14 +338,14 @@ class StreamEngine:
             return bool(self._flying)
 
     def _let_go(self) -> None:
-        """Wait briefly for detached sends to be received."""
+        """Wait briefly until detached sends have been received."""
         limit_s = time.monotonic() + _LET_GO_S
         sent = [one for one in list(self._flying) if one.is_detached]
         while time.monotonic() < limit_s and not all(one.done for one in sent):
             time.sleep(_DRAIN_S)
 
     def _free(self, limit_s: float) -> None:
-        """Release all communicators concurrently, waiting no longer than until `limit_s`."""
+        """Free all communicators concurrently, and wait for them until `limit_s` at the latest."""
         owners: list[Handle | Lane] = [self._handle, *self._lanes.all()]
         for wait_s in (0.0, None):
             for one in owners:
@@ -353,7 +353,10 @@ class StreamEngine:
                 (one.abort if self._is_cut else one.destroy)(left_s)
 
     def _failure(self) -> str:
-        """Return the library's error or ""; the answer may be up to `_LOOK_S` seconds old."""
+        """Return the library's error, or "" if none is known.
+
+        The library is queried at most once every `_LOOK_S` seconds; other calls return "".
+        """
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
             return ""
