@@ -1,6 +1,6 @@
 """Count the accelerators of this machine, and find their NUMA nodes.
 
-All facts are read from the kernel's files, because the launcher does not load torch.
+Everything is read from files of the kernel, because the launcher does not load torch.
 """
 
 from __future__ import annotations

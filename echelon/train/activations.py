@@ -132,7 +132,7 @@ def _check(blocks: list[nn.Module], mode: str, every: int, keep: Sequence[Any] |
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be an int >= 1, got {every!r}")
+        raise ValueError(f"every= must be an int >= 1, got {every!r}")
     if keep is not None and mode != "selective":
         raise ValueError(f"keep= requires mode 'selective', got mode {mode!r}")
     for block in blocks:

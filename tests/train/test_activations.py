@@ -144,7 +144,7 @@ def test_a_copy_of_a_model_is_independent():
     ("settings", "message"),
     [
         ({"mode": "some"}, "mode must be one of none, full, selective, got 'some'"),
-        ({"every": 0}, "every must be an int >= 1, got 0"),
+        ({"every": 0}, "every= must be an int >= 1, got 0"),
         ({"every": True}, "every"),
         ({"keep": [torch.ops.aten.mm.default]}, "keep= requires mode 'selective'"),
     ],

@@ -219,7 +219,7 @@ class Engine(Protocol):
         """Return a context in which operations are batched, if the library supports batching."""
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all local progress: every wait in the engine raises an error, on any thread.
+        """Abort all local work: every wait in the engine, on any thread, raises an error.
 
         The group calls this method once, from a signal handler or on any thread, possibly during
         `execute`. The method must therefore not take a lock that `execute` or `submit` may hold. It

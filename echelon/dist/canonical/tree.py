@@ -152,7 +152,7 @@ def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> No
 
 
 def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Return the sum of all values in the tree's order, starting with number 0.
+    """Return the sum of all values, added in the tree's order. The first value has index 0.
 
     Raises:
         ValueError: there are no values.

@@ -2,14 +2,14 @@
 
 | variable | meaning |
 |---|---|
-| RANK, WORLD_SIZE | this process's rank and the world size; a world of one if both are unset |
+| RANK, WORLD_SIZE | this process's rank and the world size; if neither is set, a world of one |
 | LOCAL_RANK, LOCAL_WORLD_SIZE | the same within this node |
 | MASTER_ADDR, MASTER_PORT | the store |
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | namespace of this attempt's keys |
 | ECHELON_ON_LOSS | "shrink" or "replace": when a rank dies, the launcher publishes the survivors |
 | ECHELON_JOIN_AFTER | this process takes a lost rank's place, in an epoch after the given one |
-| ECHELON_LIFE | how many earlier processes of the attempt had this process's rank |
+| ECHELON_LIFE | how many earlier processes of this attempt held this rank |
 | ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |
 """
 

@@ -24,7 +24,7 @@ class Inside(Pending, Protocol):
 
     @property
     def source(self) -> int:
-        """The sender's rank in the group of this host; -1 until a message has been received."""
+        """The sender's rank in this host's group; -1 until a message has been received."""
 
 
 class EitherPending:

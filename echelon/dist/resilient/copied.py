@@ -113,7 +113,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Restore the last state that was kept in this world, and drop the gradients. Local."""
+        """Restore the last state kept in this world, and drop the gradients. Not collective."""
 
     @abstractmethod
     def contents(self) -> dict[str, Any]:

@@ -164,4 +164,4 @@ def _check(mandate: Mandate) -> None:
     if not all(type(text) is str for text in texts):
         raise TypeError("expected text")
     if not mandate.electorates or not all(mandate.electorates):
-        raise ValueError("the mandate names no electing nodes")
+        raise ValueError("the mandate does not name any voting nodes")

@@ -390,7 +390,7 @@ class StoreState:
         self.present_by[key] = owner
 
     def end_presence(self, owner: Hashable, key: bytes) -> None:
-        """Delete a presence of this owner, unless the value has been replaced."""
+        """Delete one of this owner's presence keys, unless its value has been replaced since."""
         if self.present_by.get(key) is owner:
             self.delete(key)
 

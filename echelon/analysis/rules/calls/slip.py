@@ -269,7 +269,7 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def silent_slip(lanes: Lanes) -> Slip | None:
-    """Return a slip that changes call sites or steps but not signatures, or None.
+    """Return a slip that shows only in call sites or step numbers, or None if there is none.
 
     Use this function only if something is already wrong, because programs may number their steps
     freely.

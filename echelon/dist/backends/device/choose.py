@@ -25,7 +25,7 @@ def refusal(device: str, *, is_staged: bool) -> str:
 
     Args:
         device: the kind of device, such as "cuda" or "xpu".
-        is_staged: whether arrays may be transferred only through the host.
+        is_staged: whether arrays must be staged through host memory.
     """
     name, reason = ("", "") if is_staged else registry.for_device(device)
     if name:
@@ -49,7 +49,7 @@ def create(
         store: the part of the store that is reserved for the engine.
         host: the name of the backend for host arrays.
         deadline_s: the deadline on the monotonic clock.
-        is_staged: whether arrays may be transferred only through the host.
+        is_staged: whether arrays must be staged through host memory.
 
     Raises:
         ValueError: a rank cannot transfer arrays from its device.

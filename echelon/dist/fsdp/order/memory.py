@@ -85,7 +85,7 @@ class Residency:
         self._ahead.discard(entry)
 
     def release_ahead(self) -> None:
-        """Release units that were gathered ahead and are no longer needed."""
+        """Release units that were gathered ahead of time and are no longer needed."""
         for entry in sorted(self._ahead, key=lambda one: one.number):
             if not entry.held:
                 self.release(entry)

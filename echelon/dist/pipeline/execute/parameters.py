@@ -117,7 +117,7 @@ class Tied:
     def _parameter(self) -> nn.Parameter:
         found = dict(self._stage.module.named_parameters(remove_duplicate=False)).get(self.name)
         if found is None:
-            raise ValueError(f"stage {self._stage.index} does not have a parameter {self.name!r}")
+            raise ValueError(f"stage {self._stage.index} has no parameter {self.name!r}")
         return found
 
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:

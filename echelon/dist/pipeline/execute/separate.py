@@ -39,7 +39,7 @@ class Listener(Protocol):
         """Return the generators' state, as a uint8 tensor, for the next stage."""
 
     def computed(self, stage: Stage, microbatch: int, *, is_complete: bool) -> None:
-        """Take the gradients after a backward pass.
+        """Move the stage's gradients out of its parameters after a backward pass.
 
         Args:
             stage: the stage whose parameters have gradients.

@@ -176,7 +176,7 @@ def _backward(message: Action, index: _Index) -> Action:
 
 
 def _check_sharding(plan: Plan) -> None:
-    """In a plan with sharding actions, check that stages compute only with gathered parameters."""
+    """Check that stages compute only with gathered parameters, if the plan shards them."""
     for rank, row in enumerate(plan.rows):
         if not any(action.kind in SHARDING for action in row):
             continue

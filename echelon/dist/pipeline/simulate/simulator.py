@@ -173,7 +173,7 @@ class _Clock:
 
 
 def _peaks(slots: list[Slot], costs: Costs) -> tuple[int, float]:
-    """Return the maximum numbers of activations and of bytes that a rank holds at once."""
+    """Return the peak number of activations, and of bytes, that a rank holds."""
     count = most = 0
     held = most_held = 0.0
     for slot in slots:

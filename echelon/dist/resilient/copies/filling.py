@@ -24,14 +24,14 @@ Piece = tuple[int, torch.Tensor]  # where it begins, in bytes, and a contiguous 
 
 
 def fill(vector: torch.Tensor, pieces: Sequence[Piece], crc: int = 0) -> int:
-    """Fill a byte buffer with pieces, and with zeros between them; return the buffer's CRC-32.
+    """Copy pieces into a byte buffer, zero the gaps, and return the CRC-32.
 
-    Other threads can run during the call.
+    The GIL is released during the call.
 
     Args:
         vector: the buffer to overwrite, [num_bytes] of uint8, contiguous.
         pieces: the pieces in ascending order of position, without overlaps.
-        crc: the CRC-32 of all bytes before the buffer, which the result then includes.
+        crc: the CRC-32 of all preceding bytes; the returned checksum continues from it.
     """
     as_bytes = [(first, _bytes_of(one)) for first, one in pieces if one.numel()]
     if _has_core:

@@ -37,8 +37,8 @@ class Launcher:
         """Run a job on the caller's thread or on the launcher's thread.
 
         Args:
-            key: identifies the connections that the job uses; None if the job may block on every
-                call.
+            key: identifies the connections that the job uses, of which only the first use can
+                block; None if every call of the job might block.
         """
         with self._changed:
             is_free = not self._is_busy and not self._jobs
