@@ -30,7 +30,7 @@ def encode(obj: Any) -> bytes:
     try:
         data: bytes = msgpack.packb(obj, use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as err:
-        raise TypeError(f"msgpack cannot serialize this object: {err}") from err
+        raise TypeError(f"only plain data (msgpack) can be sent as an object: {err}") from err
     return data
 
 

@@ -44,7 +44,7 @@ def check_reduce_op(op: str, dtype: str) -> str:
     if dtype != "bool":
         return op
     if op not in _ON_BOOL:
-        raise ValueError(f"op {op!r} is not defined on bool; use 'sum' (or) or 'prod' (and)")
+        raise ValueError(f"op {op!r} is not defined on bool; use sum (or) or prod (and)")
     return _ON_BOOL[op]
 
 
