@@ -158,14 +158,13 @@ def test_the_advice_names_the_log_of_the_rank_that_was_lost(tmp_path: Path, told
 
 
 def test_a_rank_that_hangs_after_a_node_was_lost_is_the_cause():
-    """The launcher lists the lost node's ranks as the first failure, also in later incidents."""
+    """There is no record of the lost node's rank, and no other rank waits for it."""
     job = _after_a_loss()
     job[0].all_reduce(group="world.1", ranks=(0, 2), inside=True)
     job[2].stands("train.py", 7, "augment")
     incident = Incident(
-        kind="stall", world_size=3, lost=(1,), ended=(1,), absent={1: "node b is lost"},
-        lost_earlier={1: 1},
-    )  # fmt: skip
+        kind="stall", world_size=3, ended=(1,), absent={1: "node b is lost"}, lost_earlier={1: 1}
+    )
     verdict = diagnose(_evidence(job, incident)).verdict
     assert verdict is not None
     assert (verdict.cause.value, verdict.culprit_ranks) == ("host_hang", (2,))

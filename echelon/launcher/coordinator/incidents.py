@@ -247,7 +247,7 @@ class Incidents:
         collection = self._collection
         assert collection is not None
         late = set(collection.waiting)
-        ended, ranks_lost = world.ended, world.ranks_lost_first
+        ended, ranks_lost = world.ended, world.ranks_lost_first(collection.lost_earlier.ranks)
         if collection.is_survived:  # ranks that ended during the collection have their own incident
             ended = {rank: one for rank, one in ended.items() if rank in self._ended_before}
             ranks_lost = sorted(rank for rank in self._lost if ended[rank].code is None)

@@ -119,14 +119,19 @@ class World:
         """The nodes that are not lost."""
         return [node for node in self.nodes if node not in self.lost]
 
-    @property
-    def ranks_lost_first(self) -> list[int]:
-        """The ranks of the lost nodes, if the loss of a node was the attempt's first failure."""
-        failed = [ended for ended in self.ended.values() if ended.code != 0]
-        first = min(failed, key=lambda ended: ended.order, default=None)
+    def ranks_lost_first(self, earlier: Collection[int] = ()) -> list[int]:
+        """Return the ranks of the lost nodes, if the loss of a node was the first failure.
+
+        Args:
+            earlier: the ranks without which the attempt had already continued; see `lost_earlier`.
+                Their ends explain nothing that follows, so they neither count nor are returned.
+        """
+        failed = [one for one in self.ended.values() if one.code != 0 and one.rank not in earlier]
+        first = min(failed, key=lambda one: one.order, default=None)
         if first is None or first.code is not None:
             return []
-        return sorted(rank for node in self.lost for rank in self.nodes[node])
+        lost = {rank for node in self.lost for rank in self.nodes[node]}
+        return sorted(lost.difference(earlier))
 
     @property
     def ranks_lost_for_good(self) -> list[int]:

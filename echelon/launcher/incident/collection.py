@@ -55,7 +55,7 @@ class Collection:
         self.is_early = is_early
         self.is_survived = is_survived
         self.continues = continues
-        self._lost_earlier = lost_earlier or LostEarlier()
+        self.lost_earlier = lost_earlier or LostEarlier()
         self._set_aside = set_aside or {}
         self.is_overtaken = False
         self._reason, self._attempt = reason, attempt
@@ -120,12 +120,10 @@ class Collection:
                 "ranks_present": sorted(self._present),
                 "ranks_lost": list(ranks_lost),
                 "ended": [[one.rank, one.code, one.order] for one in ended],
-                "lost_earlier": sorted(map(list, self._lost_earlier.ranks.items())),
+                "lost_earlier": sorted(map(list, self.lost_earlier.ranks.items())),
                 "set_aside": sorted(map(list, self._set_aside.items())),
-                "epoch_since_mono_ns": self._lost_earlier.since_mono_ns,
-                "epoch_since_there_ns": sorted(
-                    map(list, self._lost_earlier.since_there_ns.items())
-                ),
+                "epoch_since_mono_ns": self.lost_earlier.since_mono_ns,
+                "epoch_since_there_ns": sorted(map(list, self.lost_earlier.since_there_ns.items())),
                 "probes": list(probes),
                 "ranks_absent": {str(rank): why_absent(rank) for rank in absent},
             },
@@ -137,7 +135,7 @@ class Collection:
             self._attempt,
             self._reason,
             is_early=self.is_early,
-            lost_earlier=self._lost_earlier.ranks,
+            lost_earlier=self.lost_earlier.ranks,
         )
 
     @property

@@ -35,7 +35,25 @@ def test_a_loss_is_the_root_if_nothing_failed_before_it(ends, lost):
     world.lost = ["b"]
     for rank, code in ends:
         world.note_ended(rank, code)
-    assert world.ranks_lost_first == lost
+    assert world.ranks_lost_first() == lost
+
+
+@pytest.mark.parametrize(
+    ("ends", "earlier", "lost"),
+    [
+        ([(2, None), (3, None)], {2, 3}, []),
+        ([(2, None), (3, None), (0, 1)], {2, 3}, []),
+        ([(0, -9), (2, None), (3, None)], {0}, [2, 3]),
+        ([(3, -9), (2, None)], {3}, [2]),
+    ],
+    ids=["only survived", "an error after it", "after a survived kill", "without its killed rank"],
+)
+def test_a_loss_that_was_survived_is_the_root_of_nothing_later(ends, earlier, lost):
+    world = _world()
+    world.lost = ["b"]
+    for rank, code in ends:
+        world.note_ended(rank, code)
+    assert world.ranks_lost_first(earlier) == lost
 
 
 def test_a_node_whose_ranks_have_all_closed_their_rings_shows_what_it_sees_from_outside():

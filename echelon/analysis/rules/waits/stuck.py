@@ -122,9 +122,7 @@ def find_all_busy(picture: Picture) -> list[Finding]:
 def find_lost(picture: Picture) -> list[Finding]:
     """Report the ranks whose node was lost, if the loss was the first failure."""
     incident, size = picture.evidence.incident, picture.evidence.world_size
-    # The job has continued without the ranks that were lost earlier: no rank waits for them.
-    new = set(incident.lost) - incident.lost_earlier.keys()
-    lost = tuple(sorted(rank for rank in new if rank < size))
+    lost = tuple(rank for rank in incident.lost if rank < size)
     if not lost:
         return []
     finding = describe_sinks(picture, lost, read_loss(picture, lost[0]), lost[0])

@@ -432,6 +432,33 @@ def test_a_node_that_dies_while_a_loss_is_collected_is_another_incident(tmp_path
     job.coordinator.close()
 
 
+def test_a_lost_node_is_not_blamed_for_a_failure_after_the_job_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(verdicts, "Analysis", _NoAnalysis)
+    monkeypatch.setattr(decide, "SETTLE_S", 0.0)
+    job = _on_two_nodes(tmp_path, monkeypatch)
+    _stands(job, 0)
+    job.take(job.other, m.Left(reason="no heartbeat"))
+    job.step()
+    job.take(job.host, m.Harvested(incident=0, exit_codes=[]))
+    job.step()
+    for rank in range(2):
+        folder = RunDirectory(tmp_path, "").rank_dir(rank, 0)
+        monkeypatch.setenv("ECHELON_RANK_DIR", str(folder))
+        note_standing(Standing(state=State.PROTECTED, epoch=1, step=5, ready_mono_ns=900))
+    job.look()
+    assert len(job.report.continuations) == 1
+    job.take(job.host, m.WorkerEnded(attempt=0, rank=0, code=1))
+    job.step()
+    job.take(job.host, m.Harvested(incident=1, exit_codes=[]))
+    job.step()
+    first, second = (
+        read_json(tmp_path / "dump" / f"incident_{number}" / "incident.json") for number in (0, 1)
+    )
+    assert (first["ranks_lost"], first["lost_earlier"]) == ([2, 3], [])
+    assert (second["ranks_lost"], second["lost_earlier"]) == ([], [[2, 1], [3, 1]])
+    job.coordinator.close()
+
+
 def test_a_stall_while_an_epoch_is_awaited_is_not_due_to_the_rank_that_it_lost(job):
     """It is due to a rank that does not come to the epoch's meeting."""
     job.end(2, -signal.SIGKILL)
