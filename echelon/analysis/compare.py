@@ -38,10 +38,7 @@ class MicroBatch:
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that recorded the gradient of this name.
-
-        If there is no such gradient, return the rank that computed the loss.
-        """
+        """Return the rank that recorded this gradient, or else the rank that computed the loss."""
         for stage, gradients in self.stages.items():
             if name in gradients:
                 return self.ranks[stage]

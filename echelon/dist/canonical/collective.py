@@ -28,8 +28,8 @@ def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
     """Return the range of every rank. Collective: blocks until all ranks have called this function.
 
     Raises:
-        CollectiveMismatchError: the runs have different totals, or a rank's run does not begin
-            where the previous rank's run ends.
+        CollectiveMismatchError: the ranges have different totals, or a rank's range does not begin
+            where the previous rank's range ends.
         CollectiveError: a rank was lost or did not join.
     """
     rows = group.all_gather_object([run.start, run.stop, run.total])
@@ -60,7 +60,7 @@ def reduce_scatter(
     Collective: blocks until all ranks have called this function or the group's timeout expires.
 
     Args:
-        group: a group whose ranks have adjacent runs, in rank order.
+        group: a group whose ranks have adjacent ranges, in rank order.
         sums: complete sums, whose vectors have the same length on all ranks.
         runs: the ranges of all ranks, from `agree_runs`.
         splits: number of elements in each rank's block, in rank order; None means splits that
@@ -69,7 +69,7 @@ def reduce_scatter(
             group of one rank, nothing is received, and the sums are returned as they are.
 
     Returns:
-        The sums of this rank's block. Their `total()` is the final result if the runs cover all
+        The sums of this rank's block. Their `total()` is the final result if the ranges cover all
         micro-batches. Otherwise, these sums must still be reduced over the other ranks that have
         the same block.
 
@@ -111,12 +111,12 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
     Collective: blocks until all ranks have called this function or the group's timeout expires.
 
     Args:
-        group: a group whose ranks have adjacent runs that jointly cover all micro-batches.
+        group: a group whose ranks have adjacent ranges that jointly cover all micro-batches.
         sums: complete sums, whose vectors have the same length on all ranks.
         runs: the ranges of all ranks, from `agree_runs`.
 
     Raises:
-        ValueError: micro-batches are missing, or the runs do not cover all micro-batches.
+        ValueError: micro-batches are missing, or the ranges do not cover all micro-batches.
         CollectiveError: a rank was lost, did not join, or passed a different length.
     """
     if runs and (runs[0].start, runs[-1].stop) != (0, sums.run.total):

@@ -1,7 +1,7 @@
 """Add one rank's micro-batches in the order of the canonical tree.
 
 The algorithm works like a binary counter: a completed node is immediately added to its left
-neighbour. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the length of the run.
+neighbour. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the length of the range.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TreeSums:
         """Add the next micro-batch's vector.
 
         Args:
-            number: the micro-batch's number. Each micro-batch of the run must be added
+            number: the micro-batch's number. Each micro-batch of the range must be added
                 exactly once, in ascending order of number.
             vector: [numel], converted to the dtype of the sums. The caller must not use it
                 afterwards: its memory may be reused for a sum.
@@ -92,7 +92,7 @@ class TreeSums:
         """Return the sums of `maximal_nodes(run)`, in ascending order.
 
         Raises:
-            ValueError: micro-batches of the run are missing.
+            ValueError: micro-batches of the range are missing.
         """
         if self._next != self.run.stop:
             raise ValueError(
@@ -105,7 +105,7 @@ class TreeSums:
         """Return the sum of all micro-batches of all ranks.
 
         Raises:
-            ValueError: the run contains only some of the micro-batches.
+            ValueError: the range contains only some of the micro-batches.
         """
         nodes = self.nodes()
         if len(self.run) != self.run.total:

@@ -69,11 +69,11 @@ class Run:
 
     @property
     def numbers(self) -> range:
-        """The numbers of the run, in ascending order."""
+        """The numbers of the range, in ascending order."""
         return range(self.start, self.stop)
 
     def covers(self, node: Node) -> bool:
-        """Return whether the run contains all numbers of a non-empty node."""
+        """Return whether the range contains all numbers of a non-empty node."""
         return self.start <= node.start and node.stop(self.total) <= self.stop
 
 
@@ -96,10 +96,10 @@ def root(total: int) -> Node:
 
 
 def maximal_nodes(run: Run) -> tuple[Node, ...]:
-    """Return the largest nodes within a run, which together cover the run exactly once.
+    """Return the largest nodes within a range, which together cover it exactly once.
 
-    The nodes are in ascending order; there are at most max(1, 2 log2(len(run))) of them. If the run
-    contains all numbers, the only node is the root.
+    The nodes are in ascending order; there are at most max(1, 2 log2(len(run))) of them. If the
+    range contains all numbers, the only node is the root.
     """
     nodes = []
     at = run.start
@@ -115,16 +115,16 @@ def maximal_nodes(run: Run) -> tuple[Node, ...]:
 def combine(
     nodes: Iterable[tuple[Node, T]], run: Run, add: Callable[[T, T], T]
 ) -> list[tuple[Node, T]]:
-    """Combine the values of neighbouring nodes, up to the largest nodes that fit in a run.
+    """Combine the values of neighbouring nodes, up to the largest nodes that fit in a range.
 
     Args:
-        nodes: nodes with their values, in ascending order without gaps, beginning at the run's
+        nodes: nodes with their values, in ascending order without gaps, beginning at the range's
             start.
         run: the numbers that the nodes may cover.
         add: adds two values, the left one first.
 
     Returns:
-        The values of the largest nodes. If `nodes` cover the run, the nodes of the result are
+        The values of the largest nodes. If `nodes` cover the range, the nodes of the result are
         `maximal_nodes(run)`.
     """
     stack: list[tuple[Node, T]] = []

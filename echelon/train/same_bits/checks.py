@@ -1,4 +1,4 @@
-"""Refuse models, optimizers, runs and micro-batches that would not give the same bits."""
+"""Refuse models, optimizers, ranges and micro-batches that would not give the same bits."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[Run, ...]:
-    """Return every rank's range of micro-batches, given this rank's run. Collective.
+    """Return every rank's range of micro-batches, given this rank's. Collective.
 
     If this rank passes None, the micro-batches are split evenly.
 
     Raises:
-        ValueError: the runs do not cover all micro-batches.
-        CollectiveMismatchError: the ranks' runs are not contiguous parts of the same total.
+        ValueError: the ranges do not cover all micro-batches.
+        CollectiveMismatchError: the ranks' ranges are not contiguous parts of the same total.
     """
     if run is None:
         run = even_runs(micro_batches, group.size)[group.rank]

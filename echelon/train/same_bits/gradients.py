@@ -36,7 +36,7 @@ class Gradients:
 
     Raises:
         ValueError: a unit is sharded among ranks that do not hold all micro-batches between them.
-        CollectiveMismatchError: the runs of a unit's ranks are not contiguous.
+        CollectiveMismatchError: the ranges of a unit's ranks are not contiguous.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup, runs: Sequence[Run]) -> None:

@@ -52,7 +52,7 @@ class SameBitsPipeline:
 
     Args:
         pipe: the pipeline. Its `replicas` must be set, possibly to a group of one rank. Its number
-            of micro-batches must be the length of this rank's run.
+            of micro-batches must be the length of this rank's range.
         optimizer: the optimizer of the pipeline's parameters.
         micro_batches: the number of micro-batches per step, over all replicas.
         seed: the seed of the run.
@@ -66,7 +66,7 @@ class SameBitsPipeline:
     Raises:
         ValueError: an argument is invalid, or the pipeline has ties or no `replicas`; also raised
             in the cases listed for `SameBits`.
-        CollectiveMismatchError: the runs are not contiguous parts of the same total.
+        CollectiveMismatchError: the ranges are not contiguous parts of the same total.
 
     Example:
         >>> mesh = DeviceMesh((2, 4), ("pp", "dp"))

@@ -50,8 +50,8 @@ class SameBits:
         group: the ranks that share the micro-batches; None means the world.
         seed: the seed of the run. Random numbers depend on this seed, the step and the number of
             the micro-batch.
-        run: this rank's micro-batches. The runs of the ranks must be contiguous. None means an even
-            division.
+        run: this rank's micro-batches. The ranks' ranges must be contiguous. None means an even
+            split.
         probe: whether to check, at the first step, that a micro-batch gives the same bits twice and
             on all ranks.
         fingerprints: a folder, such as RUN/fingerprints, in which to record a hash of each
@@ -64,7 +64,7 @@ class SameBits:
     Raises:
         ValueError: an argument is invalid, the optimizer is fused or Muon, the model uses
             DistributedDataParallel or tensor parallelism, or its results cannot be reproduced.
-        CollectiveMismatchError: the ranks' runs are not contiguous parts of the same total.
+        CollectiveMismatchError: the ranks' ranges are not contiguous parts of the same total.
 
     Example:
         >>> same = SameBits(model, optimizer, micro_batches=24, seed=1)

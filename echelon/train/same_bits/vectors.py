@@ -54,7 +54,7 @@ class Vector(Protocol):
         """Reduce this rank's sums, and put the averages into `.grad`. Collective.
 
         Args:
-            nodes: the sums of this rank's run.
+            nodes: the sums of this rank's range.
             present: which parameters have a gradient on any rank.
         """
 
@@ -205,7 +205,7 @@ def _packed(
     places: Callable[[torch.Tensor], list[torch.Tensor]],
     gaps: Sequence[slice],
 ) -> TreeSums:
-    """Copy the sums of a run into one vector per node; absent gradients and gaps are zero."""
+    """Copy the sums of a range into one vector per node; absent gradients and gaps are zero."""
     vectors = []
     for node, taken in nodes:
         vector = torch.empty(numel, dtype=dtype, device=device)

@@ -20,7 +20,7 @@ from echelon.dist.resilient.parcel import Parcel
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of a flattened tensor's elements.
+    """A range of a flattened tensor's elements.
 
     Attributes:
         name: the parameter's name.
@@ -28,7 +28,7 @@ class Run:
         start: the index of the first element.
         length: the number of elements.
         dtype: the dtype of the elements.
-        offset: the position of the first element among the runs, in bytes.
+        offset: the position of the first element among the ranges, in bytes.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the run in bytes."""
+        """The size of the range in bytes."""
         return self.length * self.dtype.itemsize
 
 

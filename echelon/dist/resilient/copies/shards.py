@@ -5,10 +5,10 @@ buffer:
 
     length of the index, 8 bytes | index | padding | the index's tensors | ranges of elements
 
-Tensors and runs are aligned to 64 bytes. Runs that may be written later than the others are at the
-end; see `ShardsWriter`. The index lists a range of elements for each part, and for each
+Tensors and ranges are aligned to 64 bytes. Ranges that may be written later than the others are at
+the end; see `ShardsWriter`. The index lists a range of elements for each part, and for each
 tensor of the optimizer that is sharded in the same way. Each rank restores its elements from the
-runs that contain them, so the parts can be restored on any number of ranks.
+ranges that contain them, so the parts can be restored on any number of ranks.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ShardsWriter:
 
 
 class ShardsReader:
-    """A reader of the runs in one buffer.
+    """A reader of the ranges in one buffer.
 
     Args:
         content: a buffer that `ShardsWriter` wrote.
@@ -161,7 +161,7 @@ class ShardsReader:
         self.index = Index.of(parcel)
 
     def runs(self) -> Iterator[tuple[Run, torch.Tensor]]:
-        """Yield each run with its elements."""
+        """Yield each range with its elements."""
         for run in self.index.runs:
             first = self._start + run.offset
             yield run, _elements(self._content, first, run.num_bytes, run.dtype)
@@ -174,7 +174,7 @@ class IncompleteCopiesError(Exception):
 class ShardsRestore:
     """An object that restores this rank's parts and their optimizer state from several buffers.
 
-    A buffer may hold parts that this rank does not need, and the same run may be in several
+    A buffer may hold parts that this rank does not need, and the same range may be in several
     buffers.
 
     Args:
@@ -277,7 +277,7 @@ def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
 
 
 def _places(parcel: Parcel) -> list[int]:
-    """Return where each of an index's tensors begins, and then where the runs begin."""
+    """Return where each of an index's tensors begins, and then where the ranges begin."""
     places = [_rounded(_LENGTH_BYTES + len(parcel.head))]
     for tensor in parcel.tensors:
         places.append(places[-1] + _rounded(tensor.nbytes))
