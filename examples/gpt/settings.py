@@ -98,7 +98,7 @@ class Checkpoint:
     every_s: float | None = positive(None)
     keep: int = whole(2)
     keep_every: int | None = maybe()  # also keeps those whose step is a multiple of it
-    patience_s: float = at_least_zero(60.0)  # how long a write may take while later saves are skipped
+    patience_s: float = at_least_zero(60.0)  # so long, saves are skipped while one is written
     best: bool = False  # also keeps the one with the lowest validation loss
     resume: str | None = None  # a checkpoint, or "auto"
     export_hf: str | None = None  # a folder for the trained model, as transformers reads it
