@@ -66,7 +66,7 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 # The documentation as a site in build/site. A warning is an error, and so is a resource from elsewhere.
 docs: $(VENV)/.ready-docs
 	$(BIN)/python -m tools.docs.check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m tools.docs.offline build/site
 
 docs-serve: $(VENV)/.ready-docs

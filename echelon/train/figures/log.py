@@ -142,7 +142,8 @@ class FigureLog:
                 back to a checkpoint, the lines from that step on are replaced.
             loss: the loss of the whole batch. A loss that is not finite is logged as null and
                 listed in `not_finite`.
-            gradient_norm, learning_rate: further figures, which are left out if None.
+            gradient_norm: the norm of the gradients; left out if None.
+            learning_rate: the learning rate; left out if None.
             more: any other figures.
 
         Raises:
