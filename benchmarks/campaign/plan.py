@@ -86,7 +86,7 @@ def plan_of(seed: int, *, held_back: bool, mean_gap_s: float = MEAN_GAP_S) -> Pl
     rng = random.Random(name)
     num_nodes = 2 + seed % 2
     if seed % 8 == 0:
-        return Plan(name=f"healthy_{seed}", num_nodes=num_nodes, num_steps=_steps(3 * mean_gap_s))
+        return Plan(name=f"healthy_{name}", num_nodes=num_nodes, num_steps=_steps(3 * mean_gap_s))
     known = {kind: one for kind, one in KINDS.items() if one.held_back == held_back}
     passing = [kind for kind, one in known.items() if not one.stays and not one.takes_node]
     chosen = rng.sample(passing, min(_NUM_FAULTS, len(passing)))
