@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 _Made = TypeVar("_Made")
 _LOOK_S = 0.1
+_LOOK_AGAIN_S = 0.01
+_DEATH_S = 2.0  # the kernel closes a dead process's connections before it reports the death
 
 
 def make_aside(
@@ -20,7 +24,8 @@ def make_aside(
         drop: called with the result, on either thread, to release it if the caller has stopped
             waiting.
         check: called every 0.1 s while waiting. If it raises an exception, this function raises the
-            same exception and abandons `make` on its thread.
+            same exception and abandons `make` on its thread. If `make` raises an exception first,
+            `check` is called for another 2 s, in case a member's death is the cause.
 
     Raises:
         Exception: an exception that `make` or `check` raised.
@@ -39,8 +44,9 @@ def make_aside(
 
     aside = _Aside(job)
     try:
-        while not aside.wait(_LOOK_S):
-            check()
+        with _blaming(check):
+            while not aside.wait(_LOOK_S):
+                check()
     except BaseException:
         with lock:
             given_up.set()
@@ -49,6 +55,19 @@ def make_aside(
             drop(one)
         raise
     return made[0]
+
+
+@contextlib.contextmanager
+def _blaming(check: Callable[[], None]) -> Iterator[None]:
+    """Replace an error by the error that `check` raises soon after it."""
+    try:
+        yield
+    except Exception:
+        limit_s = time.monotonic() + _DEATH_S
+        while time.monotonic() < limit_s:
+            check()
+            time.sleep(_LOOK_AGAIN_S)
+        raise
 
 
 class _Aside:

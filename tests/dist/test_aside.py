@@ -1,0 +1,37 @@
+"""Making something on a separate thread: whose error the caller sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.dist.progress import aside
+from echelon.dist.progress.aside import make_aside
+from echelon.errors import PeerLostError
+
+
+def _refused() -> None:
+    raise RuntimeError("connection refused")
+
+
+def test_a_death_that_is_seen_after_the_broken_connection_is_the_error():
+    looks = iter([False, False, True])
+
+    def check() -> None:
+        if next(looks):
+            raise PeerLostError("rank 1 died", group="g", operation="init", ranks=[1])
+
+    with pytest.raises(PeerLostError, match="rank 1 died") as caught:
+        make_aside(_refused, lambda made: None, check)
+    assert str(caught.value.__context__) == "connection refused"
+
+
+def test_without_a_death_the_broken_connection_is_the_error(monkeypatch):
+    monkeypatch.setattr(aside, "_DEATH_S", 0.05)
+    looks: list[None] = []
+    with pytest.raises(RuntimeError, match="connection refused"):
+        make_aside(_refused, lambda made: None, lambda: looks.append(None))
+    assert looks
+
+
+def test_what_was_made_is_returned():
+    assert make_aside(lambda: 7, lambda made: None, lambda: None) == 7
