@@ -13,6 +13,10 @@ def _refused() -> None:
     raise RuntimeError("connection refused")
 
 
+def _drop(made: int) -> None:
+    pass
+
+
 def test_a_death_that_is_seen_after_the_broken_connection_is_the_error():
     looks = iter([False, False, True])
 
@@ -21,7 +25,7 @@ def test_a_death_that_is_seen_after_the_broken_connection_is_the_error():
             raise PeerLostError("rank 1 died", group="g", operation="init", ranks=[1])
 
     with pytest.raises(PeerLostError, match="rank 1 died") as caught:
-        make_aside(_refused, lambda made: None, check)
+        make_aside(_refused, _drop, check)
     assert str(caught.value.__context__) == "connection refused"
 
 
@@ -29,9 +33,9 @@ def test_without_a_death_the_broken_connection_is_the_error(monkeypatch):
     monkeypatch.setattr(aside, "_DEATH_S", 0.05)
     looks: list[None] = []
     with pytest.raises(RuntimeError, match="connection refused"):
-        make_aside(_refused, lambda made: None, lambda: looks.append(None))
+        make_aside(_refused, _drop, lambda: looks.append(None))
     assert looks
 
 
 def test_what_was_made_is_returned():
-    assert make_aside(lambda: 7, lambda made: None, lambda: None) == 7
+    assert make_aside(lambda: 7, _drop, lambda: None) == 7
