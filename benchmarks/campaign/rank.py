@@ -6,8 +6,9 @@ It averages a vector and saves it every few steps; at the end, the vector must e
 steps. It does not import torch, so that this does not slow either launcher's restarts. Rank 0 alone
 saves, flushes and renames, in the layout of `echelon.dist.checkpoint`, on a thread beside the next
 steps. While the previous checkpoint is still being written, a checkpoint is skipped, but after some
-seconds the next save waits for it (as `Keeper(patience_s=...)` does). Rank 0 also writes each
-finished step to FOLDER/steps.log, the campaign's own account of time.
+seconds the next save overtakes it, unless an overtaken one is still being written (as with
+`Keeper(patience_s=...)`). Rank 0 also writes each finished step to FOLDER/steps.log, the campaign's
+own account of time.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from echelon.recorder.checkpoints import note_checkpoint
 
 _SLOW_S = 30.0  # how long a disk is slow, and
 _WRITE_S = 8.0  # how long it takes for a checkpoint then
-_PATIENCE_S = 10.0  # how long a checkpoint may take before the next one waits for it
+_PATIENCE_S = 10.0  # how long a checkpoint may take before the next one overtakes it
 _FOR_EVER_S = 3600.0
 _ON_NODE = ("cut", "cut_for_good", "node_killed", "preempted", "bad_node")
 _IN_SAVE = ("slow_disk", "checkpoint_hang")
@@ -46,9 +47,8 @@ class Job:
         self.is_ours = "ECHELON_RANK_DIR" in os.environ
         self.node = int(os.environ["CAMPAIGN_NODE"])
         self.world = dist.init(timeout_s=60)
-        self.writer = ThreadPoolExecutor(1)
-        self.writing: Future[None] | None = None
-        self.writing_since_s = 0.0
+        self.writing: Write | None = None
+        self.overtaken: Write | None = None
         self.log = None
         if self.world.rank == 0:
             self.log = os.open(folder / "steps.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -72,8 +72,7 @@ class Job:
             recorder.step(step)
             stops = dist.should_stop()
             if stops:
-                self._finish_saving()
-                self._save(step, x)
+                self._save(step, x, is_last=True)
                 self._finish_saving()
                 return 0 if self.is_ours else 1  # otherwise torchrun considers the job finished
             self._strike(step, _ON_NODE, self._victim_of_node())
@@ -159,28 +158,37 @@ class Job:
 
     # ---- checkpoints ----
 
-    def _save(self, step: int, x: np.ndarray) -> None:
+    def _save(self, step: int, x: np.ndarray, *, is_last: bool = False) -> None:
         """Start saving a copy of the state, unless the previous one is still being written."""
-        is_writing = self.writing is not None and not self.writing.done()
-        if is_writing and time.monotonic() < self.writing_since_s + _PATIENCE_S:
+        if self.world.rank != 0:
             return
+        if self.writing is not None and self.writing.is_alive():
+            left_s = self.writing.since_s + _PATIENCE_S - time.monotonic()
+            if is_last:
+                with recorder.span("checkpoint"):
+                    self.writing.join(max(0.0, left_s))
+            elif left_s > 0:
+                return
+        has_overtaken = self.overtaken is not None and self.overtaken.is_alive()
+        if self.writing is not None and self.writing.is_alive() and not has_overtaken:
+            self.writing.span.__exit__(None)
+            self.overtaken, self.writing = self.writing, None
         self._finish_saving()
-        if self.world.rank == 0:
-            self.writing_since_s = time.monotonic()
-            self.writing = self.writer.submit(self._write_as_due, step, x.copy())
+        self.writing = Write(self, step, x.copy())
+        self.writing.start()
 
     def _finish_saving(self) -> None:
         writing, self.writing = self.writing, None
         if writing is not None:
             with recorder.span("checkpoint"):
-                writing.result()
+                writing.join()
+            if writing.error is not None:
+                raise writing.error
 
-    def _write_as_due(self, step: int, x: np.ndarray) -> None:
-        with recorder.span("checkpoint_write"):
-            self._hit_save(step)
-            self._write(self.folder / "checkpoints" / f"step_{step:08d}", step, x)
-
-    def _write(self, folder: Path, step: int, x: np.ndarray) -> None:
+    def write(self, step: int, x: np.ndarray) -> None:
+        """Write a checkpoint, or hang."""
+        self._hit_save(step)
+        folder = self.folder / "checkpoints" / f"step_{step:08d}"
         version = folder / "000001"
         version.mkdir(parents=True, exist_ok=True)
         for name, content in (("state", x.tobytes()), ("commit", b"whole")):
@@ -208,6 +216,25 @@ class Job:
             path = str(marks[-1].parent.parent).encode() if marks else b""
         told: object = self.world.broadcast_object(path.decode(), 0)
         return str(told) or None
+
+
+class Write(threading.Thread):
+    """A checkpoint that is being written. The program ends without it if it hangs."""
+
+    def __init__(self, job: Job, step: int, x: np.ndarray) -> None:
+        super().__init__(daemon=True)
+        self.since_s = time.monotonic()
+        self.span = recorder.span("checkpoint_write")
+        self.error: Exception | None = None
+        self._job, self._step, self._x = job, step, x
+
+    def run(self) -> None:
+        """Write it."""
+        try:
+            with self.span:
+                self._job.write(self._step, self._x)
+        except Exception as error:  # noqa: BLE001 -- raised by the next save
+            self.error = error
 
 
 def _use_up_memory() -> None:

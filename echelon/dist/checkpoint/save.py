@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ from echelon.recorder.checkpoints import note_checkpoint
 
 _LOOK_S = 0.05
 _SHARED_S = 10.0  # after this, a folder that another rank made is not on a shared file system
+
+
+_order = itertools.count(1)
 
 
 class _LostPartError(CheckpointError):
@@ -191,6 +196,7 @@ class _Job:
     timeout_s: float
     then: Callable[[], None] | None = None
     step: int | None = None  # at which it was begun
+    order: int = field(default_factory=lambda: next(_order))
 
     def snapshot(self) -> None:
         """Copy the data that this rank writes."""
@@ -257,7 +263,7 @@ class _Job:
         self.unfinished.commit(self.peers.size, self.keep)
         root = self.unfinished.final.parent
         if isinstance(root, Path):  # a launcher looks for folders
-            note_checkpoint(root, self.step)
+            _announcements.add(self.order, root, self.step)
         if self.then is not None:
             with contextlib.suppress(OSError, CheckpointError):
                 self.then()
@@ -302,6 +308,24 @@ class _Job:
             f"{', '.join(map(str, missing)) or 'none, but rank 0 did not finish'}",
             path=str(root),
         )
+
+
+class _Announcements:
+    """What this rank has told the launcher: the committed save that began last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = 0
+
+    def add(self, order: int, root: Path, step: int | None) -> None:
+        """Announce a committed save, unless a save that began later was committed before it."""
+        with self._lock:
+            if order > self._last:
+                self._last = order
+                note_checkpoint(root, step)
+
+
+_announcements = _Announcements()
 
 
 def _copy(held: Held) -> Held:

@@ -52,9 +52,10 @@ class Keeper:
         make_room: whether to remove old checkpoints when the disk is full. The newest complete
             checkpoint and the best checkpoint are never removed.
         timeout_s: see `save`.
-        patience_s: how long a background save may take before the next one waits for it. Until
-            then, further background saves are skipped, so that a slow disk does not stall
-            training. 0 means that saves are never skipped.
+        patience_s: how long to skip background saves while another one is being written, so that a
+            slow disk does not stall training. After that, the next save overtakes the one being
+            written, so that a single write that hangs does not stall training either. If both
+            hang, the save after them waits. 0 means that every save waits for the one before it.
 
     Raises:
         ValueError: a setting is not valid.
@@ -96,6 +97,8 @@ class Keeper:
         self._patience_s = patience_s
         self._claim: Claim | None = None
         self._in_background: int | None = None  # the step of the save that was begun last
+        self._latest: int | None = None  # the step whose folder was made last
+        self._overtaken: int | None = None
         self._warned: set[str] = set()
 
     def save(
@@ -108,9 +111,10 @@ class Keeper:
     ) -> bool:
         """Save a state as `step`'s checkpoint, then remove old checkpoints. Collective.
 
-        The method first waits for any background save that is still running. With `async_op`, the
-        new save is skipped instead if the running one began at most `patience_s` ago. If the save
-        is skipped or the storage fails, rank 0 issues a warning and all ranks return False.
+        The method first waits for any background save that is still running, but with `patience_s`
+        only until that save is `patience_s` old. With `async_op`, the new save is skipped instead
+        of waiting. If the save is skipped or the storage fails, rank 0 issues a warning and all
+        ranks return False.
 
         Args:
             step: the number of finished steps.
@@ -134,13 +138,14 @@ class Keeper:
         if score is not None:
             score = float(score)
         peers = find(to_write=True)
-        if async_op and self._patience_s and self._is_skipped(step, peers):
+        if self._patience_s and self._is_skipped(step, peers, async_op=async_op):
             return False
         self._settle(peers)
         doing = f"{self._steps.path(step)}: not saved"
         while True:
             try:
                 self._claim_folder(peers)
+                self._latest = step
                 together(peers, doing, lambda: self._note(step, score) if peers.rank == 0 else None)
                 self._begin(step, state, peers, async_op=async_op)
                 return True
@@ -185,16 +190,27 @@ class Keeper:
         )
         self._in_background = step if async_op else None
 
-    def _is_skipped(self, step: int, peers: Peers) -> bool:
-        """Return whether to skip this save because another is still being written. Collective."""
-        ages = [age_s for age_s in peers.all_gather(pending.writing_s()) if age_s is not None]
-        if not ages or max(ages) > self._patience_s:
+    def _is_skipped(self, step: int, peers: Peers, *, async_op: bool) -> bool:
+        """Return whether to skip this save because another is still being written. Collective.
+
+        If the other save has been written for too long, let this save overtake it.
+        """
+        if not async_op:
+            pending.wait_until_old(self._patience_s)
+        told = peers.all_gather([pending.writing_s(), pending.has_overtaken()])
+        age_s = max((age_s for age_s, _ in told if age_s is not None), default=None)
+        if age_s is None:
             return False
         before = "the save before" if self._in_background is None else f"step {self._in_background}"
-        self._report(
-            peers, f"step {step} not saved: {before} is still being written after {max(ages):.1f} s"
-        )
-        return True
+        state = f"{before} is still being written after {age_s:.1f} s"
+        if age_s <= self._patience_s and async_op:
+            self._report(peers, f"step {step} not saved: {state}")
+            return True
+        if age_s > self._patience_s and not any(has_overtaken for _, has_overtaken in told):
+            self._overtaken, self._in_background = self._in_background, None
+            pending.overtake()
+            self._report(peers, f"{state}; step {step} is saved beside it")
+        return False
 
     def _claim_folder(self, peers: Peers) -> None:
         def claim() -> str:
@@ -223,7 +239,11 @@ class Keeper:
         """Remove the checkpoints that the policy does not keep. Runs on rank 0 after a commit."""
         self._steps.sweep()
         for gone in rules.superfluous(self._steps.look(), self.policy, step):
-            self._remove(gone)
+            if not self._is_being_written(gone):
+                self._remove(gone)
+
+    def _is_being_written(self, step: int) -> bool:
+        return step == self._latest or (step == self._overtaken and pending.has_overtaken())
 
     def _remove(self, step: int) -> bool:
         reason = self._steps.remove(step)

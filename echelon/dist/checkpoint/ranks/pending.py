@@ -1,4 +1,9 @@
-"""Run saves in the background, at most one per process at a time."""
+"""Run saves in the background, one at a time and, beside it, one that was overtaken.
+
+A write may hang while the storage still completes other writes. `overtake` therefore lets the next
+save begin beside the running one, which is completed if it ever ends. Only one save can be
+overtaken at a time: if the next write hangs as well, the storage is at fault, and saves wait.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +39,7 @@ class PendingSave:
         self._timeout_s = timeout_s
         self._error: Exception | None = None
         self._raised = False
+        self._span = span("checkpoint_write", path)
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="echelon-checkpoint", daemon=True
         )
@@ -73,13 +79,14 @@ class PendingSave:
 
     def _run(self, write: Callable[[float], None]) -> None:
         try:
-            with span("checkpoint_write", self._path):
+            with self._span:
                 write(self._started_s + self._timeout_s)
         except Exception as error:  # noqa: BLE001 -- whatever it is, `wait` raises it
             self._error = error
 
 
 _current: PendingSave | None = None
+_overtaken: PendingSave | None = None
 
 
 def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
@@ -92,6 +99,30 @@ def start(path: str, write: Callable[[float], None], timeout_s: float) -> Pendin
 def writing_s() -> float | None:
     """Return how many seconds ago the running save began, or None if no save is running."""
     return None if _current is None or _current.done else _current._age_s
+
+
+def overtake() -> None:
+    """Let the running save continue beside the next one. Nothing waits for it any longer.
+
+    Its phase ends here, so that a later failure is not attributed to this save.
+    """
+    global _current, _overtaken
+    _overtaken, _current = _current, None
+    if _overtaken is not None:
+        _overtaken._span.__exit__(None)
+
+
+def has_overtaken() -> bool:
+    """Return whether a save that was overtaken is still running."""
+    return _overtaken is not None and not _overtaken.done
+
+
+def wait_until_old(age_s: float) -> None:
+    """Wait until the running save has ended or began at least `age_s` ago."""
+    pending = _current
+    if pending is not None:
+        with span("checkpoint", f"wait for {pending._path}"):
+            pending._thread.join(max(0.0, age_s - pending._age_s))
 
 
 def finish(*, must_end: bool = True) -> Exception | None:

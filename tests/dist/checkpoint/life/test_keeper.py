@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -295,14 +296,126 @@ def test_a_save_in_the_foreground_is_never_skipped(tmp_path, monkeypatch):
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_a_write_beyond_the_patience_is_waited_for(tmp_path, monkeypatch):
-    with Keeper(tmp_path, patience_s=1e-6) as keeper:
+def test_without_patience_a_write_is_waited_for(tmp_path, monkeypatch):
+    with Keeper(tmp_path) as keeper:
         released = _hold_writes(monkeypatch)
         assert keeper.save(1, state_at(1), async_op=True)
         threading.Timer(0.1, released.set).start()
         assert keeper.save(2, state_at(2), async_op=True)
         assert keeper.wait()
     assert steps_in(tmp_path) == [1, 2]
+
+
+# ---- writes that hang ----
+
+
+class _HungSteps:
+    """A disk on which the writes of some steps hang until they are released."""
+
+    def __init__(self, monkeypatch, *steps):
+        self.released = {step: threading.Event() for step in steps}
+        real = files.NewFile.write
+
+        def write(new_file, data):
+            step = int(new_file.path.parts[-3].removeprefix("step_"))
+            if step in self.released and new_file.path.name.endswith(".bin"):
+                assert self.released[step].wait(60)
+            real(new_file, data)
+
+        monkeypatch.setattr(files.NewFile, "write", write)
+
+
+def _writing_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "echelon-checkpoint"]
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_a_write_beyond_the_patience_is_overtaken_and_completed_if_it_ends(
+    tmp_path, monkeypatch, async_op
+):
+    disk = _HungSteps(monkeypatch, 1)
+    with Keeper(tmp_path, keep=1, patience_s=1e-6) as keeper:
+        assert keeper.save(1, state_at(1), async_op=True)
+        (hung,) = _writing_threads()
+        with pytest.warns(RuntimeWarning, match="step 1 is still being written.*step 2 is saved"):
+            assert keeper.save(2, state_at(2), async_op=async_op)
+        assert keeper.wait()
+        assert newest(tmp_path) == tmp_path / "step_00000002"
+        assert steps_in(tmp_path) == [1, 2]  # what is being written is not removed
+        disk.released[1].set()
+        hung.join(60)
+        assert loaded(tmp_path / "step_00000001") == 1
+        assert loaded(tmp_path) == 2
+        assert keeper.save(3, state_at(3))
+    assert steps_in(tmp_path) == [3]
+
+
+def test_an_overtaken_write_does_not_remove_the_one_that_overtook_it(tmp_path, monkeypatch):
+    disk = _HungSteps(monkeypatch, 1, 2)
+    with Keeper(tmp_path, keep=1, patience_s=1e-6) as keeper:
+        assert keeper.save(1, state_at(1), async_op=True)
+        (first,) = _writing_threads()
+        with pytest.warns(RuntimeWarning, match="step 1 is still being written"):
+            assert keeper.save(2, state_at(2), async_op=True)
+        disk.released[1].set()
+        first.join(60)
+        assert (tmp_path / "step_00000001" / "000001" / "commit").exists()
+        disk.released[2].set()
+        assert keeper.wait()
+    assert loaded(tmp_path) == 2
+
+
+def test_if_the_next_write_hangs_as_well_it_is_waited_for(tmp_path, monkeypatch):
+    disk = _HungSteps(monkeypatch, 1, 2)
+    with Keeper(tmp_path, patience_s=1e-6) as keeper:
+        assert keeper.save(1, state_at(1), async_op=True)
+        (first,) = _writing_threads()
+        with pytest.warns(RuntimeWarning, match="step 1 is still being written"):
+            assert keeper.save(2, state_at(2), async_op=True)
+        threading.Timer(0.1, disk.released[2].set).start()
+        assert keeper.save(3, state_at(3), async_op=True)
+        assert first.is_alive()
+        assert (tmp_path / "step_00000002" / "000001" / "commit").exists()
+        assert keeper.wait()
+        disk.released[1].set()
+        first.join(60)
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_the_launcher_is_not_sent_back_to_an_overtaken_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("ECHELON_RANK_DIR", str(tmp_path))
+    disk = _HungSteps(monkeypatch, 1)
+    with Keeper(tmp_path / "saved", patience_s=1e-6) as keeper:
+        assert keeper.save(1, state_at(1), async_op=True)
+        (first,) = _writing_threads()
+        with pytest.warns(RuntimeWarning, match="step 1 is still being written"):
+            assert keeper.save(2, state_at(2))
+        disk.released[1].set()
+        first.join(60)
+    assert loaded(tmp_path / "saved" / "step_00000001") == 1
+    assert json.loads((tmp_path / "checkpoint.json").read_text())["step"] == 2
+
+
+_HANG_AND_END = """
+import os, sys, threading, warnings, torch
+from echelon.dist.checkpoint import Keeper
+from echelon.dist.checkpoint.disk import files
+warnings.simplefilter("ignore")
+keeper = Keeper(sys.argv[1], patience_s=1e-6)
+real = files.NewFile.write
+def write(self, data):
+    if "step_00000001" in self.path.parts:
+        threading.Event().wait()
+    real(self, data)
+files.NewFile.write = write
+for step in (1, 2):
+    assert keeper.save(step, {"step": step}, async_op=True)
+"""
+
+
+def test_a_program_whose_overtaken_write_hangs_for_ever_ends(tmp_path):
+    subprocess.run([sys.executable, "-c", _HANG_AND_END, tmp_path], check=True, timeout=300)
+    assert peek(tmp_path)["step"] == 2
 
 
 # ---- jobs that share a folder ----
@@ -404,6 +517,33 @@ def test_a_checkpoint_is_skipped_on_all_ranks_while_one_of_them_still_writes(tmp
     first, other = run_ranks(_ranks_on_a_slow_disk, 2, str(tmp_path))
     assert first == other == [True, False, True, True]
     assert steps_in(tmp_path) == [1, 3]
+
+
+def _ranks_with_a_hung_disk(rank, world_size, folder):
+    from pathlib import Path
+
+    dist.init(timeout_s=60.0)
+    keeper = Keeper(Path(folder), patience_s=1e-6)
+    if rank == 1:  # the first write on its disk alone hangs
+        real, num = files.NewFile.write, iter(range(1000))
+
+        def write(self, data):
+            if next(num) == 0:
+                threading.Event().wait()
+            real(self, data)
+
+        files.NewFile.write = write
+    saved = [keeper.save(1, state_at(1), async_op=True), keeper.save(2, state_at(2), async_op=True)]
+    saved.append(keeper.wait())
+    dist.shutdown()
+    return saved
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_is_overtaken_on_all_ranks_if_the_write_of_one_hangs(tmp_path):
+    first, other = run_ranks(_ranks_with_a_hung_disk, 2, str(tmp_path))
+    assert first == other == [True, True, True]
+    assert newest(tmp_path) == tmp_path / "step_00000002"
 
 
 @pytest.mark.ranks
