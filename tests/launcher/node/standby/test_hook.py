@@ -194,6 +194,48 @@ def test_multiprocessing_starts_processes_that_know_nothing_of_it(standby):
     assert standby(_SPAWN).run() == (0, "[(9, [])]\n", "")
 
 
+_CLEANED_UP = """
+import atexit, ctypes, sys
+
+class Library:
+    def __del__(self):
+        print("cleaned up")
+
+library = Library()
+atexit.register(print, "exit handler")
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.fputs(b"from C\\n", ctypes.c_void_p(libc.fdopen(1, b"w")))  # it is buffered
+{end}
+"""
+
+
+@pytest.mark.parametrize("argv", [("train.py",), ("-m", "train")])
+def test_a_script_that_failed_ends_without_the_interpreters_clean_up(standby, argv, tmp_path):
+    text = _CLEANED_UP.format(end="raise ValueError('bad')")
+    one = standby(text, *argv, PYTHONPATH=str(tmp_path))
+    code, out, err = one.run()
+    assert (code, out) == (1, "exit handler\nfrom C\n")
+    assert err.endswith("ValueError: bad\n")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "pass",
+        "sys.exit(3)",
+        # As if a library had printed an error in a callback, and gone on.
+        (
+            "def call():\n    try:\n        1 / 0\n    except ZeroDivisionError:\n"
+            "        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()\ncall()"
+        ),
+    ],
+)
+def test_any_other_script_is_cleaned_up_after_and_keeps_its_code(standby, end):
+    one = standby(_CLEANED_UP.format(end=end))
+    assert one.run() == one.plain()
+
+
 def test_variables_of_startup_files_stay(standby, tmp_path):
     library = tmp_path / "site" / "sitecustomize.py"
     library.parent.mkdir()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _KNOWN = frozenset(sys.modules)  # what every process has loaded
 
+import atexit  # noqa: E402
 import json  # noqa: E402 -- also what this file loads may be hidden by the script's folder
 import socket  # noqa: E402
 
@@ -87,6 +88,7 @@ def _main() -> None:
     control = int(os.environ["ECHELON_STANDBY_FD"])
     os.set_inheritable(control, False)
     _leave_no_trace(given["pythonpath"])
+    atexit.register(_end_if_failed)  # before all others, so that it runs after them
     before = dict(os.environ)
     own_name = _rename(_NAME)
     is_lowered = _lower_priority()
@@ -371,6 +373,42 @@ def _keep(file: int) -> None:
         pass  # a low limit; attach shows the rank with whose environment the standby was started
     finally:
         os.close(file)
+
+
+# ---- ending ----
+
+
+def _end_if_failed() -> None:
+    """End the process of a failed script at once, after all other exit handlers.
+
+    The interpreter's clean-up takes libraries such as torch about half a second, and a restart
+    waits for every rank to end.
+    """
+    if not _has_script_failed():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue
+    ctypes = sys.modules.get("ctypes")
+    if ctypes is not None:
+        ctypes.CDLL(None).fflush(None)  # the output of C and C++
+    os._exit(1)
+
+
+def _has_script_failed() -> bool:
+    """Return whether the script itself, and not a callback, ended with an uncaught exception."""
+    kind, trace = getattr(sys, "last_type", None), getattr(sys, "last_traceback", None)
+    if kind is None or trace is None or issubclass(kind, KeyboardInterrupt):
+        return False
+    outermost = trace.tb_frame
+    if outermost.f_code.co_name == "_run_module_as_main":  # of `python -m`
+        return True
+    main = sys.modules.get("__main__")
+    return outermost.f_code.co_name == "<module>" and outermost.f_globals is getattr(
+        main, "__dict__", None
+    )
 
 
 def _run() -> None:
