@@ -52,7 +52,7 @@ KINDS = {
     "node_killed": Kind(takes_node=True, held_back=True),
     "preempted": Kind(takes_node=True),  # SIGTERM to one node's launcher
     "slow_disk": Kind(restarts=0, held_back=True),  # for half a minute, then as before
-    "checkpoint_hang": Kind(held_back=True),
+    "checkpoint_hang": Kind(restarts=0, held_back=True),  # one write; those after it do not
 }
 
 
