@@ -49,7 +49,7 @@ from echelon.launcher.job.stopped import where_it_stopped
 from echelon.launcher.limits.rule import DISARMED
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
-from echelon.recorder.continuation import BOARD, lost_notice
+from echelon.recorder.continuation import BOARD, REPLACE, lost_notice
 
 if TYPE_CHECKING:  # gRPC only where several nodes need it
     from echelon.launcher.election.succession import Succession
@@ -251,6 +251,8 @@ class Coordinator:
             self._succession.admit(hello)
         if self._world is not None and self._replacements.is_busy:
             self._say(f"node {hello.host} connected")  # it may take the place of a lost node
+        elif self._world is not None and self._has_room(self._world):
+            self._say(f"node {hello.host} connected; it will join after a step")
         elif self._world is not None:
             self._say(f"node {hello.host} connected; it will join at the next restart")
         elif not is_host:
@@ -537,6 +539,7 @@ class Coordinator:
             self._next_look_s = now_s + self._look_s
             self._look(world)
             self._look_at_losses(world)
+            self._grow(world, now_s)
             self._check_store()
         self._decide(world, decide.TimePassed())
         self._step_replacements(world, now_s)
@@ -565,8 +568,30 @@ class Coordinator:
                     attempt=world.number, rank=event.rank, host=world.host_of(event.rank)
                 )
                 self._observers.tell(replaced)
+                self._report.world_size = world.size
                 self._begin_again(world)
             self._decide(world, event)
+
+    def _has_room(self, world: World) -> bool:
+        """Return whether a node that connects late may add ranks to a running world."""
+        is_on = self._options.on_loss == REPLACE and not self._options.conf.failover
+        return is_on and len(world.nodes) < self._options.max_nodes
+
+    def _grow(self, world: World, now_s: float) -> None:
+        """Start the ranks of a node that connected late, if they can join the running ranks."""
+        if not self._has_room(world) or self._replacements.is_busy or self._stop_signal:
+            return
+        if self._incidents.is_collecting or world.attempt.awaits_collection or self._todo:
+            return
+        free = self._free_nodes()
+        if not free or world.attempt.phase is not decide.Phase.RUNNING:
+            return
+        if not self._losses.may_grow(world):
+            return
+        before = sum(map(len, world.nodes.values()))
+        for event in self._replacements.grow(world, free[0], now_s):
+            self._decide(world, event)
+        self._losses.note_grown(range(before, before + free[0].num_workers))
 
     def _check_store(self) -> None:
         how = self._meeting.how_it_died()
@@ -736,7 +761,8 @@ class Coordinator:
         if not self._stop_signal and self._restarting.awaits_verdict(world, world.end, now_s):
             return
         self._report.attempts += 1
-        self._report.ranks = [world.ended[rank] for rank in sorted(world.ended)]
+        ended = [world.ended[rank] for rank in sorted(world.ended)]
+        self._report.ranks = [one for one in ended if not one.is_new]
         self._todo.clear()
         for node, number in world.leaving.items():
             self._members.let_go(node, number)
@@ -814,7 +840,7 @@ class Coordinator:
 
 
 def _which_finished(world: World) -> str:
-    lost = sum(ended.code != 0 for ended in world.ended.values())
+    lost = sum(world.ended[rank].code != 0 for rank in world.ended if rank < world.size)
     if lost:
         return f"{world.size - lost} of {world.size} ranks"
     return "the rank" if world.size == 1 else f"all {world.size} ranks"

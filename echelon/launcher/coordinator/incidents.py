@@ -231,8 +231,8 @@ class Incidents:
 
     def keep(self, world: World | None, part: m.DumpPart) -> None:
         """Store one part of a dump, as received from a node."""
-        if self._collection is None:
-            return
+        if self._collection is None or (world is not None and part.rank >= world.size):
+            return  # there is none, or the rank has yet to join
         try:
             self._collection.keep(part)
         except OSError as err:
@@ -247,7 +247,8 @@ class Incidents:
         collection = self._collection
         assert collection is not None
         late = set(collection.waiting)
-        ended, ranks_lost = world.ended, world.ranks_lost_first(collection.lost_earlier.ranks)
+        ended = {rank: one for rank, one in world.ended.items() if not one.is_new}
+        ranks_lost = world.ranks_lost_first(collection.lost_earlier.ranks)
         if collection.is_survived:  # ranks that ended during the collection have their own incident
             ended = {rank: one for rank, one in ended.items() if rank in self._ended_before}
             ranks_lost = sorted(rank for rank in self._lost if ended[rank].code is None)

@@ -67,7 +67,7 @@ class Continued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReplaced:
-    """A replacement process for a lost rank was admitted."""
+    """A replacement process for a lost rank, or a rank of a late node, was admitted."""
 
     attempt: int
     rank: int

@@ -111,8 +111,14 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
-        return sum(map(len, self.nodes.values()))
+        """The number of ranks, without those of late nodes that have yet to join."""
+        size = sum(map(len, self.nodes.values()))
+        while size and self._is_new(size - 1):
+            size -= 1
+        return size
+
+    def _is_new(self, rank: int) -> bool:
+        return rank in self.ended and self.ended[rank].is_new
 
     @property
     def present(self) -> list[str]:
@@ -126,7 +132,11 @@ class World:
             earlier: the ranks without which the attempt had already continued; see `lost_earlier`.
                 Their ends explain nothing that follows, so they neither count nor are returned.
         """
-        failed = [one for one in self.ended.values() if one.code != 0 and one.rank not in earlier]
+        failed = [
+            one
+            for one in self.ended.values()
+            if one.code != 0 and not one.is_new and one.rank not in earlier
+        ]
         first = min(failed, key=lambda one: one.order, default=None)
         if first is None or first.code is not None:
             return []
@@ -184,6 +194,21 @@ class World:
         for rank in lost:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
+    def grow(self, node: Node, epoch: int) -> range:
+        """Add a node that connected late; return its ranks, which follow all other ranks.
+
+        Until they are admitted, the ranks count as lost before `epoch`.
+        """
+        first = sum(map(len, self.nodes.values()))
+        ranks = range(first, first + node.num_workers)
+        self.nodes[node.name], self.hosts[node.name] = ranks, node.host
+        self._node_of.clear()
+        for rank in ranks:
+            self.note_ended(rank, None)
+            self.ended[rank].epoch = self.published[rank] = epoch
+            self.ended[rank].is_new = True
+        return ranks
+
     def admit(self, rank: int) -> tuple[Ended, int]:
         """Count a lost rank as running again; return what `take_back` needs to undo this."""
         return self.ended.pop(rank), self.published.pop(rank)
@@ -219,8 +244,10 @@ class World:
         since = (ns for number, ns in self.epochs.items() if number < end)
         present = max((number for number in self.epochs if number < end), default=0)
         ranks = {r: one.epoch for r, one in self.ended.items() if one.epoch and r not in own}
+        if is_stall:
+            ranks = {**self.published, **ranks}
         return LostEarlier(
-            ranks={**self.published, **ranks} if is_stall else ranks,
+            ranks={rank: epoch for rank, epoch in ranks.items() if rank < self.size},
             since_mono_ns=max(since, default=0),
             since_there_ns=self.epochs_there.get(present, {}),
         )

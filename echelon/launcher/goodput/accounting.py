@@ -103,7 +103,9 @@ def _of_rank(
         if run is None:
             yield from _whole(began, end, Category.IDLE)
         else:
-            cut = _Cut(i, attempt, run, began, end, numberings[i], marks_steps)
+            joined = began if run.began_ns is None else _clip(run.began_ns, began, end)
+            yield from _whole(began, joined, Category.IDLE)
+            cut = _Cut(i, attempt, run, joined, end, numberings[i], marks_steps)
             yield from cut.segments()
         at = end
     yield from _whole(at, job.now_ns, Category.IDLE)

@@ -122,9 +122,10 @@ class Book:
             if happening.code != 0 and not happening.is_survived and attempt.failed_ns is None:
                 attempt.failed_ns = now
         elif isinstance(happening, o.RankReplaced):
-            if happening.rank in attempt.runs:
-                run = attempt.runs[happening.rank]
-                run.ended_ns, run.host = None, happening.host
+            run = attempt.runs.setdefault(
+                happening.rank, RankRun(host=happening.host, began_ns=now)
+            )
+            run.ended_ns, run.host = None, happening.host
         elif isinstance(happening, o.IncidentBegan):
             attempt.reason = happening.reason
             if happening.kind == "stall":

@@ -60,6 +60,7 @@ class RankRun:
     """The facts about one rank in one attempt."""
 
     host: str
+    began_ns: int | None = None  # if it joined later than the attempt began
     laps: list[Lap] = field(default_factory=list)
     ended_ns: int | None = None  # None: not known to have ended
     unfinished: Spent = Spent()  # in the step that has not ended
@@ -175,6 +176,7 @@ def to_json(job: Job) -> dict[str, Any]:
 def _of_run(run: RankRun) -> dict[str, Any]:
     return {
         "host": run.host,
+        "began_ns": run.began_ns,
         "laps": [
             [lap.first_step, lap.end_step, lap.began_ns, lap.ended_ns, *_of_spent(lap.spent)]
             for lap in run.laps
@@ -224,6 +226,7 @@ def _attempt(one: Mapping[str, Any]) -> Attempt:
 def _run(run: Mapping[str, Any]) -> RankRun:
     return RankRun(
         host=_text(run["host"]),
+        began_ns=_maybe(run.get("began_ns")),  # not in older files
         laps=[_lap(*map(_number, row)) for row in run["laps"]],
         ended_ns=_maybe(run["ended_ns"]),
         unfinished=_spent(*map(_number, run["unfinished"])),

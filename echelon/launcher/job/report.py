@@ -28,6 +28,7 @@ class Ended:
     order: int  # 0: the first of its attempt
     stopped: bool = False  # the launcher ended it
     epoch: int = 0  # the first one in which the other ranks continued without it; 0: none
+    is_new: bool = False  # it has not ended: it has yet to join, on a node that connected late
 
 
 @dataclass(slots=True)

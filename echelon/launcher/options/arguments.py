@@ -112,7 +112,7 @@ def _add_failure_options(job: argparse._ArgumentGroup, default: Defaults) -> Non
         help="end: a rank that dies ends the attempt (default); shrink: where all ranks train by "
         "echelon.dist.resilient.run, those that are left repeat the step and continue; replace: "
         "the same, and a new process joins them in the lost rank's place, from a standby if one "
-        "is ready",
+        "is ready, as do the ranks of a late node",
     )
     job.add_argument(
         "--max-replacements",

@@ -6,6 +6,7 @@ import pytest
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.gathering.roster import Node
 from echelon.launcher.coordinator.world import World
 from echelon.recorder.stall.watchdog import StallRule
 
@@ -54,6 +55,24 @@ def test_a_loss_that_was_survived_is_the_root_of_nothing_later(ends, earlier, lo
     for rank, code in ends:
         world.note_ended(rank, code)
     assert world.ranks_lost_first(earlier) == lost
+
+
+def test_ranks_of_a_late_node_are_no_part_of_the_world_until_they_are_admitted():
+    world = _world()
+    ranks = world.grow(Node(name="c", host="three", num_workers=2), 1)
+    assert (ranks, world.size, world.node_of(5)) == (range(4, 6), 4, "c")
+    world.note_ended(0, 1)
+    assert world.ranks_lost_first() == []
+    assert world.lost_earlier([], is_stall=True).ranks == {}
+    ended, epoch = world.admit(4)
+    assert world.size == 5
+    world.take_back(4, ended, epoch)
+    assert world.size == 4
+    world.admit(5)
+    assert (world.size, world.lost_earlier([]).ranks) == (6, {4: 1})
+    world.admit(4)
+    world.note_ended(5, None)
+    assert world.size == 6
 
 
 def test_a_node_whose_ranks_have_all_closed_their_rings_shows_what_it_sees_from_outside():

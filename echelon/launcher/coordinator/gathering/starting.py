@@ -53,7 +53,7 @@ def starts_of(
             restart=restart,
             max_restarts=options.max_restarts,
             job_id=job_id,
-            world_size=world.size,
+            world_size=max(world.size, ranks.stop),  # of a late node, the ranks have yet to join
             first_rank=ranks.start,
             num_workers=len(ranks),
             node_rank=index,

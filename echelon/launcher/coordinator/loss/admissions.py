@@ -29,6 +29,11 @@ class Admissions:
         self._reports = reports
         self._joining: dict[int, tuple[Ended, int]] = {}  # admitted; see `World.admit`
 
+    @property
+    def number(self) -> int:
+        """The number of the newest epoch."""
+        return self._epochs.number
+
     def clear(self) -> None:
         """Forget all admissions, because another attempt begins."""
         self._joining.clear()

@@ -71,7 +71,8 @@ class Losses:
     def _begin(self, attempt: int) -> None:
         self._attempt = attempt
         self._causes: dict[int, str] = {}  # of ranks that were ended because they hang
-        self._lost_ns: dict[int, int] = {}  # when each rank was lost
+        self._lost_ns: dict[int, int] = {}  # when each rank was lost, or started if it is new
+        self._new = set[int]()  # ranks of late nodes that have yet to join
         self._reports.clear()
         self._epochs.clear()
         self.admissions.clear()
@@ -96,6 +97,24 @@ class Losses:
         ended = dict.fromkeys(ranks, -int(signal.SIGKILL))
         return self._why_not(world, ended, self._read(world, ended))
 
+    def may_grow(self, world: World) -> bool:
+        """Return whether further ranks could join now.
+
+        All ranks must be in a step of `resilient.run`, which lets other ranks join at its end.
+        """
+        self._follow(world)
+        known = self._reports.read(world)
+        living = [rank for rank in range(world.size) if rank not in world.ended]
+        is_quiet = self._epochs.awaited is None and not self._epochs.left
+        return is_quiet and all(
+            rank in known and known[rank].state is State.PROTECTED for rank in living
+        )
+
+    def note_grown(self, ranks: Iterable[int]) -> None:
+        """Record that processes of new ranks were started."""
+        self._new.update(ranks)
+        self._lost_ns |= dict.fromkeys(ranks, monotonic_ns())
+
     def note_hang(self, world: World, rank: int, cause: str) -> None:
         """Record that a rank was killed for a hang with this cause, before its loss is handled."""
         self._follow(world)
@@ -116,6 +135,7 @@ class Losses:
         if any(_is_own_end(code) and not is_joining(known, rank) for rank, code in ended.items()):
             self._note_left(world, [rank for rank, code in ended.items() if code == 0])
             return False
+        self._new.difference_update(ended)  # if they return, then as replacements
         lost, who = [*self._epochs.lost, *ended], named(ended)
         withdraws = self.admissions.withdrawn_by(ended, known)
         if withdraws and are_finishing(known):
@@ -265,9 +285,14 @@ class Losses:
     def _say_joined(
         self, world: World, epoch: Epoch, joined: Sequence[int], step: int, seconds: float
     ) -> None:
-        """Print that replacement processes have joined."""
+        """Print that replacement processes or new ranks have joined."""
+        new = [rank for rank in joined if rank in self._new]
+        replaced = [rank for rank in joined if rank not in self._new]
+        self._new.difference_update(new)
+        what = [f"{named(replaced)} replaced"] if replaced else []
+        what += [f"new {named(new)} ready"] if new else []
         line = (
-            f"{named(joined)} replaced in {seconds:.2f} s: joined at step {step}; "
+            f"{', '.join(what)} in {seconds:.2f} s: joined at step {step}; "
             f"{len(epoch.roster)} of {world.size} ranks"
         )
         self._say(line)

@@ -6,7 +6,8 @@ process if one is ready. If the node itself was lost, one other node that runs n
 all of its ranks: a spare node, or one that connects later. The new process loads the program and
 reports that it has no state yet (`State.JOINING`). It is then admitted by a separate epoch, which
 the other ranks enter at the end of a step. Until then, the process is not a rank, and the other
-ranks are not affected if it ends.
+ranks are not affected if it ends. The ranks of a node that connects late, while the world has fewer
+nodes than `--nnodes` allows, join in the same way.
 
 [Note: two processes of one rank] A node that is cut off may still be running its ranks after other
 processes have replaced them. Each epoch therefore identifies the process of a rank by how many
@@ -103,6 +104,7 @@ class Replacements:
         self._places: dict[int, _Place] = {}
         self._numbers: dict[int, int] = {}  # of processes started for each rank in this attempt
         self._vacant: dict[str, int] = {}  # lost nodes that wait for another one; their ranks
+        self._new: set[int] = set()  # ranks of late nodes that have not joined yet
 
     @property
     def is_busy(self) -> bool:
@@ -125,6 +127,7 @@ class Replacements:
             self._places.clear()
             self._vacant.clear()
             self._numbers.clear()
+            self._new.clear()
 
     def note_lost(self, world: World, ended: Mapping[int, int]) -> None:
         """Plan a replacement process for each lost rank, on another node if its node was lost.
@@ -135,6 +138,7 @@ class Replacements:
         self._follow(world)
         if not self._is_on:
             return
+        self._new.difference_update(ended)
         absent = {world.node_of(rank) for rank in ended}.difference(world.present)
         for node in absent:
             self._vacate(world, node)
@@ -178,8 +182,12 @@ class Replacements:
             entry = {"attempt": world.number, "rank": rank, "why": why}
             self._report.not_replaced.append(entry)
         if ranks:
-            verb = "is" if len(ranks) == 1 else "are"
-            self._say(line or f"{named(ranks)} {verb} not replaced: {why}")
+            self._say(line or f"{self._not_replaced(ranks)}: {why}")
+
+    def _not_replaced(self, ranks: Sequence[int]) -> str:
+        if all(map(self._is_new, ranks)):
+            return f"new {named(ranks)} cannot join"
+        return f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} not replaced"
 
     def _forget_given_up(self, world: World, ranks: Sequence[int]) -> None:
         self._report.not_replaced = [
@@ -213,14 +221,15 @@ class Replacements:
             self._vacate(world, world.node_of(rank))
             return decide.JoinerEnded(rank)
         how = decide.describe_code(code)
-        line = f"the replacement of rank {rank} {how} before it joined"
+        line = f"{self._process_of(rank)} {how} before it joined"
         if error:
             self._give_up(world, [rank], f"no process could be started: {error}")
         elif code < 0:
             self._say(line)
             self._places[rank] = _Place()
         else:
-            self._give_up(world, [rank], f"its replacement {how} before it joined", line)
+            whose = "it" if self._is_new(rank) else "its replacement"
+            self._give_up(world, [rank], f"{whose} {how} before it joined", line)
         return decide.JoinerEnded(rank)
 
     def step(self, world: World, now_s: float, *, may_start: bool) -> list[decide.Event]:
@@ -271,6 +280,19 @@ class Replacements:
         self._say(f"node {node.host} takes the place of lost node {former} with {named(ranks)}")
         return [decide.JoinerStarted(rank) for rank in ranks]
 
+    def grow(self, world: World, node: Node, now_s: float) -> list[decide.Event]:
+        """Start the ranks of a node that connected late, which join in addition to the others."""
+        self._follow(world)
+        ranks = world.grow(node, max(1, self._admissions.number))
+        self._new.update(ranks)
+        for rank in ranks:
+            self._places[rank] = _Place(_Stage.STARTED, now_s + STARTS_S)
+            self._admissions.begin(rank, 0)
+        lives = [0] * len(ranks)
+        self._start_joining(world, node.name, self._admissions.number, lives)
+        self._say(f"node {node.host} adds {named(ranks)}")
+        return [decide.JoinerStarted(rank) for rank in ranks]
+
     def _start(self, world: World, now_s: float) -> list[decide.Event]:
         events = self._start_elsewhere(world, now_s)
         for rank in self._at(_Stage.WANTED):
@@ -289,10 +311,13 @@ class Replacements:
         return events
 
     def _admit(self, world: World) -> list[decide.Event]:
-        """Admit all waiting processes in one epoch."""
-        ready = [
-            rank for rank in self._admissions.waiting(world) if rank in self._at(_Stage.STARTED)
-        ]
+        """Admit all waiting processes in one epoch, but the new ranks of a node only together."""
+        started = self._at(_Stage.STARTED)
+        ready = [rank for rank in self._admissions.waiting(world) if rank in started]
+        early = {
+            world.node_of(rank) for rank in started if self._is_new(rank) and rank not in ready
+        }
+        ready = [rank for rank in ready if world.node_of(rank) not in early]
         if not ready or not self._admissions.admit(world, ready):
             return []
         for rank in ready:
@@ -311,6 +336,7 @@ class Replacements:
                 self._watch_start(world, rank, now_s)
             elif place.stage is _Stage.ADMITTED and self._admissions.has_joined(rank):
                 del self._places[rank]
+                self._new.discard(rank)
             elif place.stage is _Stage.ADMITTED and rank not in delaying:
                 place.until_s = float("inf")
             elif place.until_s == float("inf") and rank in delaying:
@@ -326,9 +352,7 @@ class Replacements:
             return
         place.until_s = float("inf")
         if not self._admissions.is_waiting(world, rank):
-            self._say(
-                f"the replacement of rank {rank} has not been ready to join for {STARTS_S:g} s"
-            )
+            self._say(f"{self._process_of(rank)} has not been ready to join for {STARTS_S:g} s")
 
     def _end(self, world: World, rank: int, now_s: float) -> list[decide.Event]:
         """Kill a process that takes too long; if it survives SIGKILL, stop waiting for it."""
@@ -343,8 +367,15 @@ class Replacements:
             self._kill(world, rank)
             return []
         place.until_s = float("inf")  # the place is kept: the process may still end
-        self._say(f"the replacement of rank {rank} survived SIGKILL for {_EXITS_S:g} s")
+        self._say(f"{self._process_of(rank)} survived SIGKILL for {_EXITS_S:g} s")
         return [decide.JoinerEnded(rank)]
+
+    def _is_new(self, rank: int) -> bool:
+        """Return whether a rank is one of a late node that has not joined yet."""
+        return rank in self._new
+
+    def _process_of(self, rank: int) -> str:
+        return f"new rank {rank}" if self._is_new(rank) else f"the replacement of rank {rank}"
 
     def _kill(self, world: World, rank: int) -> None:
         self._send(world.node_of(rank), m.KillRanks(attempt=world.number, ranks=[rank]))
@@ -396,5 +427,8 @@ class Replacements:
         if self._places[rank].stage is _Stage.DISMISSED:
             return
         why = "the other ranks have finished"
-        self._give_up(world, [rank], why, f"rank {rank} is not replaced any more: {why}")
+        line = f"rank {rank} is not replaced any more: {why}"
+        if self._is_new(rank):
+            line = f"new rank {rank} does not join: {why}"
+        self._give_up(world, [rank], why, line)
         self._places[rank] = _Place(_Stage.DISMISSED, now_s + _EXITS_S)

@@ -613,3 +613,62 @@ def test_a_stop_kills_a_process_that_has_not_joined_and_leaves_the_loss_as_it_wa
     job.take(job.host, m.Idle(attempt=0, exit_codes=[], stopped=[0, 1, 2]))
     assert [one.rank for one in job.report.ranks if one.stopped] == [0, 2]
     assert "the replacement of rank 1" not in job.terminal.text
+
+
+def _grow(job, num_ranks: int) -> list[int]:
+    assert job.losses.may_grow(job.world)
+    late = Node(name="late", host="there", num_workers=num_ranks)
+    for event in job.replacements.grow(job.world, late, 0.0):
+        job.world.attempt.on(event, 0.0)
+    ranks = [*job.world.nodes["late"]]
+    job.losses.note_grown(ranks)
+    return ranks
+
+
+def _waits(job, rank: int) -> None:
+    row = to_row(rank, Standing(state=State.JOINING))
+    job.losses.take_standings(job.world, m.Standings(attempt=0, ranks=[row]))
+
+
+def test_new_ranks_of_a_node_are_admitted_together(job):
+    assert _grow(job, 2) == [3, 4]
+    assert job.said[-1] == "node there adds ranks 3 and 4"
+    assert job.world.attempt.running == (0, 1, 2, 3, 4)
+    _waits(job, 4)
+    job.step()
+    assert job.losses._epochs.number == 0
+    _waits(job, 3)
+    job.step()
+    assert job.newest.roster == (0, 1, 2, 3, 4)
+    assert (job.newest.joins, job.newest.lost) == ((3, 4), ())
+    for rank in (3, 4):
+        row = to_row(rank, Standing(state=State.PROTECTED, epoch=1, step=7))
+        job.losses.take_standings(job.world, m.Standings(attempt=0, ranks=[row]))
+    for rank in range(_SIZE):
+        job.stands(rank, epoch=1, step=7)
+    job.step()
+    assert not job.replacements.is_busy
+    assert job.said[-1].startswith("new ranks 3 and 4 ready in ")
+    assert job.said[-1].endswith("s: joined at step 7; 5 of 5 ranks")
+    assert job.losses.may_grow(job.world)
+
+
+def test_the_others_of_a_node_join_without_a_new_rank_that_failed(job):
+    _grow(job, 2)
+    _waits(job, 4)
+    job.step()
+    for event in [job.replacements.note_ended(job.world, 3, 1)]:
+        job.world.attempt.on(event, 0.0)
+    assert job.said[-1] == "new rank 3 exited with code 1 before it joined"
+    assert job.given_up() == [(3, "it exited with code 1 before it joined")]
+    job.step()
+    assert job.newest.joins == (4,)
+
+
+@pytest.mark.parametrize("state", [State.DONE, None])
+def test_nothing_grows_unless_all_ranks_train(job, state):
+    if state is None:
+        (job.directory.rank_dir(1, 0) / "standing.json").unlink()
+    else:
+        job.stands(1, state)
+    assert not job.losses.may_grow(job.world)
