@@ -1,4 +1,4 @@
-"""Control sharding by hand, for schedules that split or reorder the backward pass."""
+"""Control sharding manually, for schedules that split or reorder the backward pass."""
 
 from __future__ import annotations
 
