@@ -179,7 +179,7 @@ class Member:
         return self.leaf.grad is not None or self.aside is not None
 
     def set_aside(self) -> None:
-        """Move the leaf's gradient to `aside`, unless it already has the reduction's dtype."""
+        """Add the leaf's gradient to `aside`, unless it already has the reduction's dtype."""
         gradient, dtype = self.leaf.grad, self.flat.reduce_dtype
         if gradient is None or gradient.dtype == dtype:
             return
