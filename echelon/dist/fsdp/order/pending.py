@@ -46,7 +46,7 @@ class Pending:
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
-        """Return this rank's vote on each communicating recording, or [] if there is at most one."""
+        """Return this rank's votes on the communicating recordings; [] if there is at most one."""
         numbers = sorted(self._communicating)
         return [self._word(number, run) for number in numbers] if len(numbers) > 1 else []
 
