@@ -10,7 +10,7 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """An action that starts gathering a unit from all ranks, or from neighbours if `near` is set."""
+    """An action that starts gathering a unit, from neighbouring ranks if `near` is set."""
 
     entry: Entry
     near: bool
