@@ -216,7 +216,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return the number of neighbouring ranks that jointly keep the parameters, or 0."""
+    """Return how many neighbouring ranks jointly keep the parameters, or 0 if none do."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:

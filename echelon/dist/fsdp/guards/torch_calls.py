@@ -5,7 +5,7 @@ such as the norm of one rank's shards. After the first `fully_shard`, the follow
 handle shards correctly or refuse them:
 
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
-    torch.nn.utils.get_total_norm       refused for gradients of shards, which do not name a group
+    torch.nn.utils.get_total_norm       refused for gradients of shards: their group is not known
     torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none does
     torch.autograd.backward             `inputs=` may contain shards (also in `Tensor.backward`);
                                         refused under Compiled Autograd

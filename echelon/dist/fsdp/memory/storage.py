@@ -169,7 +169,7 @@ class Pool:
         self._lent: dict[int, torch.Tensor] = {}  # by address
 
     def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Lend a flat tensor of `numel` elements with undefined contents."""
+        """Return a flat tensor of `numel` elements with undefined contents; see `give_back`."""
         num_bytes = numel * dtype.itemsize
         fitting = [
             index
@@ -194,7 +194,7 @@ class Pool:
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Drop all unused buffers. Buffers that are currently lent are not reused."""
+        """Drop all unused buffers. Buffers in use do not return to the pool."""
         self._free.clear()
         self._lent.clear()
 

@@ -35,7 +35,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The properties of a unit that determine the default budget, kept after its deletion."""
+    """The properties of a unit that determine the default budget, kept after it is deleted."""
 
     num_bytes: int
     gradient_bytes: int

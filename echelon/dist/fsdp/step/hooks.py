@@ -49,7 +49,7 @@ def follow_move(unit: Unit) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Make a method of a sharded module gather the module's parameters, as `forward` does.
+    """Make a method of a sharded module gather the module's parameters, like `forward`.
 
     Args:
         module: a module that was passed to `fully_shard`.
