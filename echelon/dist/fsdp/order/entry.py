@@ -69,7 +69,8 @@ class Entry:
             forward pass has not started.
         has_begun: whether a forward pass has started since the last complete backward pass.
         ended_at: the position of this unit in the order in which forward passes ended.
-        held: whether the program holds the unit in memory. Held units are not released or reduced.
+        held: whether the program holds the unit in memory. If so, training steps neither release
+            nor reduce it.
         sync: whether the backward pass reduces the unit's gradients.
         calls: the forward calls whose backward pass is not complete.
         is_unwatched: whether the end of some call's backward pass cannot be observed, because none
