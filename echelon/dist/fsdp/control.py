@@ -1,4 +1,4 @@
-"""Control sharding by hand, for schedules that split or reorder the backward pass."""
+"""Control sharding manually, for schedules that split or reorder the backward pass."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def reshard_keeping_memory(module: nn.Module) -> None:
 
 @uncompiled_call
 def reduce_gradients(module: nn.Module) -> None:
-    """Average the gradients of the full parameters over the ranks.
+    """Average the gradients of the full parameters across the ranks.
 
     The result is added to the shards' `.grad`. A gradient that is missing on a rank counts as zero.
     Collective.

@@ -23,10 +23,10 @@ def move(module: nn.Module, group: ProcessGroup, num_replicas: int = 1) -> None:
 
     Args:
         module: a model whose units are all sharded over one group or one mesh. A number passed as
-            `reshard_after_forward` stays if it divides the ranks of a replica; see `near_size_in`.
+            `reshard_after_forward` is kept if it divides a replica's size; see `near_size_in`.
         group: the ranks to shard the parameters across.
-        num_replicas: into how many replicas of the model to split the group, a divisor of its
-            size. The ranks of a replica are consecutive.
+        num_replicas: the number of model replicas to split the group into, a divisor of the
+            group's size. The ranks of a replica are consecutive.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -51,7 +51,7 @@ def move(module: nn.Module, group: ProcessGroup, num_replicas: int = 1) -> None:
 
 
 def _axes(group: ProcessGroup, num_replicas: int) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the ranks of this rank's replica, and the ranks that hold the same shards."""
+    """Return the group of this rank's replica, and the group of ranks with the same shards."""
     if num_replicas == 1:
         return group, None
     num_shards = group.size // num_replicas
@@ -60,13 +60,13 @@ def _axes(group: ProcessGroup, num_replicas: int) -> tuple[ProcessGroup, Process
 
 
 def near_size_in(requested: int, group_size: int) -> int:
-    """Return how many neighbouring ranks of a group keep a unit's parameters after forward.
+    """Return how many neighbouring ranks jointly keep a unit's parameters after forward.
 
     This is the smallest divisor of the group's size that is not below the requested number, so no
-    rank keeps a larger part than was requested.
+    rank keeps a larger fraction than was requested.
 
     Returns:
-        The number, or 0 if no ranks keep parameters: none were requested, or all would be needed.
+        The number, or 0 if none was requested or only the whole group would be large enough.
 
     Example:
         >>> near_size_in(2, 4), near_size_in(2, 9), near_size_in(2, 5)

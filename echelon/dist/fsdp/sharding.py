@@ -48,7 +48,7 @@ def fully_shard(
     the module's parameters that do not yet belong to a unit into one new unit. Every rank of the
     group must make the same calls in the same order, and each call blocks until all ranks have
     joined. All ranks receive the parameter values of group rank 0. Deleting the model frees its
-    shards, hooks and memory. In a process that takes a lost rank's place, the calls return at once,
+    shards, hooks and memory. In a process that replaces a lost rank, the calls return immediately
     and the values arrive later; see `dist.init`.
 
     Args:
@@ -72,8 +72,9 @@ def fully_shard(
             are always allowed. The last number passed applies to the whole group. None means six
             times the largest unit that contains no other unit, or more if `prefetch` is above 2.
         device: where to allocate parameters that are on the meta device; None means the CPU.
-        init: a function that initializes a module after its meta parameters have been allocated.
-            None means the module's `reset_parameters()`.
+        init: a function that is called with each module whose meta parameters or buffers have been
+            allocated, after the module's `reset_parameters()` if it has one. None means that only
+            `reset_parameters()` is called.
 
     Returns:
         The module itself.
@@ -202,7 +203,7 @@ def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
 def _groups_of(
     group: ProcessGroup | None, mesh: DeviceMesh
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the sharding group, and the replication group if there is one."""
+    """Return the sharding group and the replication group, which is None without replicas."""
     if group is not None:
         raise ValueError("group= and mesh= are mutually exclusive")
     if not isinstance(mesh, DeviceMesh) or len(mesh.names) not in (1, 2):
@@ -215,7 +216,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return how many neighbouring ranks keep the parameters among them, or 0 if none do."""
+    """Return how many neighbouring ranks jointly keep the parameters, or 0 if none do."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:
@@ -227,7 +228,7 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
 
 
 def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
-    """Return the parameters without a unit, and the units that own the other parameters."""
+    """Return the parameters not yet in a unit, and the units whose parameters are reused here."""
     sources: dict[int, Source] = {}
     within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}
@@ -277,7 +278,7 @@ def _parts(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
 
 
 def _alike(sources: list[Source]) -> list[list[Source]]:
-    """Group parameters that have the same dtype, device and `requires_grad`."""
+    """Group parameters by dtype, device and `requires_grad`."""
     groups: dict[Any, list[Source]] = {}
     for source in sources:
         parameter = source.parameter

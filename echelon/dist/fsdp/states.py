@@ -1,8 +1,8 @@
-"""Provide the state of a sharded model, as this rank's shards or as a whole.
+"""Return and load the state of a sharded model, as this rank's shards or as full tensors.
 
 `model.state_dict()` returns the shards without communication, and `model.load_state_dict` accepts
-shards or full parameters. `shards` describes where each shard lies in its parameter.
-`full_state_dict` assembles the whole model, one unit at a time.
+shards or full parameters. `shards` describes the position of each shard in its parameter.
+`full_state_dict` assembles the full model, one unit at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.dist.fsdp.uncompiled import uncompiled_call
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """This rank's part of one parameter.
+    """This rank's shard of one parameter.
 
     Attributes:
         name: the parameter's name in the model; the first name of a tied parameter.
@@ -58,7 +58,7 @@ class Shard:
 
 
 def shards(module: nn.Module) -> dict[str, Shard]:
-    """Return this rank's part of each sharded parameter in a module, keyed by parameter name.
+    """Return this rank's shard of each sharded parameter in a module, keyed by parameter name.
 
     Unsharded parameters are not included. Not collective.
 
@@ -114,7 +114,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str,
 
 
 def is_part(value: Any, shard: Shard) -> bool:
-    """Return whether a value in an optimizer's state is sharded like the shard.
+    """Return whether a value in an optimizer's state is sharded, i.e. has the shard's shape.
 
     Example:
         >>> _ = fully_shard(model)
@@ -133,12 +133,13 @@ def is_part(value: Any, shard: Shard) -> bool:
 
 @uncompiled_call
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the whole model's state on the host, like the unsharded model's `state_dict()`.
+    """Return the full model's state in host memory, like the unsharded model's `state_dict()`.
 
     Units are gathered one at a time. Collective.
 
     Args:
-        rank0_only: whether to return an empty dict on all ranks except rank 0 of each group.
+        rank0_only: whether to return the state only on ranks that are rank 0 of every unit's
+            group, and an empty dict on all other ranks.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -184,7 +185,7 @@ def _gather(flat: Flat, rank0_only: bool) -> dict[Member, torch.Tensor]:
 
 
 def install(unit: Unit, modules: Iterable[nn.Module]) -> None:
-    """Make the modules' own `state_dict` and `load_state_dict` work with shards."""
+    """Hook the modules' `state_dict` and `load_state_dict` so that they work with shards."""
 
     def before_save(*_: Any) -> None:
         _show_shards(unit)

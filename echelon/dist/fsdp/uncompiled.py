@@ -1,6 +1,6 @@
 """Keep torch.compile from tracing functions that start collectives or keep state.
 
-A graph that reaches such a function is split into two graphs.
+A call to such a function causes a graph break.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Wrap a function so that torch never traces the function or its callees.
+    """Wrap a function so that torch.compile never traces it or its callees.
 
-    Calling `uncompiled` loads torch._dynamo.
+    Calling `uncompiled` imports torch._dynamo.
     """
     disabled: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def uncompiled_call(function: _Function) -> _Function:
-    """Wrap a function as `uncompiled` does, but load torch._dynamo only at the first call.
+    """Wrap a function like `uncompiled`, but import torch._dynamo only at the first call.
 
     The function must be defined at module level, because torch stores the result as an attribute of
     the function.

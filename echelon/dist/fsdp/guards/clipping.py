@@ -43,7 +43,7 @@ def clip_grad_norm_(
         over: a group of all ranks that hold any of the model's parameters, including other pipeline
             stages or experts. None means the largest group over which parameters are sharded.
         replicas: the ranks that hold equal copies of the unsharded parameters. None means the
-            largest group over which parameters are sharded, if there is one.
+            largest group over which parameters are sharded, if any.
         aliases: parameters to scale but not to count, because another rank counts them. An example
             is the second copy of a tied embedding.
 
@@ -185,7 +185,7 @@ def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> tor
 
 
 def _total(over: ProcessGroup | None, mine: torch.Tensor, norm_type: float) -> float:
-    """Return the sum or maximum of all ranks' numbers. The call synchronizes with the device."""
+    """Return the sum or maximum of all ranks' values, after synchronizing with the device."""
     values = mine
     if over is not None and over.size > 1:
         values = mine.new_empty(over.size)

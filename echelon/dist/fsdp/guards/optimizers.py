@@ -1,7 +1,7 @@
 """Check that an optimizer is elementwise and therefore works on shards.
 
 An optimizer that treats each element independently (SGD, Adam, ...) gives the same result on shards
-as on unsharded parameters. An optimizer that uses a parameter's matrix, rows or norms (Muon,
+as on unsharded parameters. An optimizer that uses a parameter's shape, rows or norms (Muon,
 Adafactor, LAMB, ...) would silently compute wrong results. Every optimizer is therefore checked
 before its first step on shards. Torch's own optimizers are listed here, and other optimizers are
 tested on a small parameter. A class that assembles full parameters itself sets the attribute
@@ -87,7 +87,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer class gives the same results on shards as on full parameters.
+    """Return whether an optimizer's class gives the same results on shards as on full parameters.
 
     The class is tested on a small parameter. If the test cannot run, the function returns False.
     """

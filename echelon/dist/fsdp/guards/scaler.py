@@ -3,8 +3,8 @@
 Gradients below 6e-8 become zero in float16. The loss is therefore multiplied by a large scale
 before backward, and the gradients are divided by the scale after backward. If gradients overflow,
 the step is skipped and the scale is reduced. An overflow often occurs on only one rank. All ranks
-that hold parameters therefore share an overflow flag, so that they skip the same steps and use the
-same scale.
+that hold parameters therefore combine their overflow flags, so that they skip the same steps and
+use the same scale.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ T = TypeVar("T", bound="torch.Tensor | list[torch.Tensor]")
 
 
 class GradScaler:
-    """A loss scale that grows while gradients are finite and shrinks when they overflow.
+    """A scaler whose loss scale grows while gradients are finite and shrinks on overflow.
 
     The methods are those of `torch.amp.GradScaler`, and must be called in the same order. The
-    scaler's state is the same on all ranks, and the scaler can be an entry of a checkpoint.
+    scaler's state is the same on all ranks, and the scaler can be saved in a checkpoint.
 
     Args:
         init_scale: the initial scale.

@@ -5,9 +5,9 @@ such as the norm of one rank's shards. After the first `fully_shard`, the follow
 handle shards correctly or refuse them:
 
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
-    torch.nn.utils.get_total_norm       refused for gradients of shards, whose groups it cannot see
-    torch.amp.GradScaler                either all ranks of a unit's groups skip a step, or none
-    torch.autograd.backward             `inputs=` may name shards (also in `Tensor.backward`);
+    torch.nn.utils.get_total_norm       refused for gradients of shards: their group is not known
+    torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none does
+    torch.autograd.backward             `inputs=` may contain shards (also in `Tensor.backward`);
                                         refused under Compiled Autograd
     torch.autograd.grad                 refused for shards, because it would return only one rank's
                                         gradients
@@ -143,7 +143,7 @@ def _autograd_is_compiled() -> bool:
 
 
 def _refuse_units(roots: Any) -> None:
-    """Refuse a backward pass that reaches a unit under Compiled Autograd.
+    """Raise a ValueError if a backward pass under Compiled Autograd would reach a unit.
 
     Compiled Autograd extracts all saved tensors before the first hook runs, when the unit has not
     been gathered yet.

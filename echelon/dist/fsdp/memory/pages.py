@@ -89,6 +89,6 @@ def _mremap() -> Any:
 
 
 def _move(source: int, target: int, num_bytes: int) -> bool:
-    """Move pages from one mapping to another, without unmapping either."""
+    """Move pages from one mapping to another without unmapping either; return True on success."""
     flags = _MAY_MOVE | _FIXED | _DO_NOT_UNMAP
     return bool(_mremap()(source, num_bytes, num_bytes, flags, target) == target)

@@ -98,7 +98,7 @@ class HostStorage(Storage):
             self._pages.join(self)
 
     def take(self) -> None:
-        """Use the memory of an idle storage, or let the system allocate pages on first access."""
+        """Take over the memory of an idle storage, or let pages be allocated on first access."""
         if not self._has_memory and self._pages is not None:
             self._pages.supply(self)
         self._has_memory = True
@@ -112,7 +112,7 @@ class HostStorage(Storage):
             self.give_back(keep)
 
     def give_back(self, keep: Sequence[tuple[int, int]] = ()) -> None:
-        """Return the pages to the system."""
+        """Return the pages to the system, except for the ranges of elements in `keep`."""
         position = 0
         for first, last in [*keep, (self.num_bytes // self._itemsize,) * 2]:
             start = -(-position * self._itemsize // PAGE_BYTES) * PAGE_BYTES
@@ -169,7 +169,7 @@ class Pool:
         self._lent: dict[int, torch.Tensor] = {}  # by address
 
     def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Lend a flat tensor of `numel` elements with undefined contents."""
+        """Return a flat tensor of `numel` elements with undefined contents; see `give_back`."""
         num_bytes = numel * dtype.itemsize
         fitting = [
             index
@@ -188,13 +188,13 @@ class Pool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Take back a tensor that `acquire` lent."""
+        """Put a tensor from `acquire` back into the pool."""
         raw = self._lent.pop(buffer.data_ptr(), None)
         if raw is not None:  # else lent before `clear`
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Drop all unused buffers."""
+        """Drop all unused buffers. Buffers in use do not return to the pool."""
         self._free.clear()
         self._lent.clear()
 

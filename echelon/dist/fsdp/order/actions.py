@@ -10,7 +10,7 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Start gathering a unit's parameters. If `near` is set, only neighbouring ranks take part."""
+    """An action that starts gathering a unit, from neighbouring ranks if `near` is set."""
 
     entry: Entry
     near: bool
@@ -18,14 +18,17 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Block until a unit's parameters are in memory, and make the unit's modules use them."""
+    """An action that blocks until a unit is gathered, and makes the modules use its parameters."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release a unit's parameters. If `keep_near` is set, keep the part for neighbouring ranks."""
+    """An action that releases a unit's parameters.
+
+    If `keep_near` is set, the range that this rank keeps for neighbouring ranks is not released.
+    """
 
     entry: Entry
     keep_near: bool
@@ -33,7 +36,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Add a gradient to its unit's reduction."""
+    """An action that adds a gradient to its unit's reduction."""
 
     entry: Entry
     member: Hashable
@@ -41,7 +44,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Keep a gradient on this rank without reducing it."""
+    """An action that keeps a gradient on this rank without reducing it."""
 
     entry: Entry
     member: Hashable
@@ -49,33 +52,40 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Start reducing a unit's gradients."""
+    """An action that starts reducing a unit's gradients."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Block until this unit's reduction, the oldest one in progress, is complete."""
+    """An action that blocks until a unit's reduction, the oldest in progress, is complete."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Complete all reductions, and agree with the other ranks on the units that were reduced."""
+    """An action that completes all reductions.
+
+    The ranks check that they ran the units in the same order, and agree on which parameters have
+    gradients.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """After a failed step, wait for a unit's operations, release it and drop its gradients."""
+    """An action that cleans up a unit after a failed step.
+
+    It waits for gathers of the unit, releases the unit and drops its gradients.
+    """
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Return unused memory to the system. If `all_buffers` is set, include reduction buffers."""
+    """An action that releases idle memory, and reduction buffers too if `all_buffers` is set."""
 
     all_buffers: bool = False
 

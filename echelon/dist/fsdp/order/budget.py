@@ -18,24 +18,24 @@ class Sized(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the gathered parameters, in bytes."""
+        """The size of the gathered parameters in bytes."""
 
     @property
     def gradient_bytes(self) -> int:
-        """The size, in bytes, of the buffer used to reduce the gradients."""
+        """The size in bytes of the buffer used to reduce the gradients."""
 
     @property
     def depth(self) -> int:
-        """How many units are gathered ahead while this unit computes."""
+        """The number of units gathered ahead while this unit computes."""
 
     @property
     def outer(self) -> bool:
-        """Whether the unit contains other units."""
+        """True if the unit contains other units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The sizes of a unit, which are kept even after the unit has been deleted."""
+    """The properties of a unit that determine the default budget, kept after it is deleted."""
 
     num_bytes: int
     gradient_bytes: int
@@ -48,7 +48,7 @@ class Budget:
 
     Args:
         num_bytes: the budget. None means six times the largest unit that contains no other unit, or
-            a larger multiple if more than two units are to be gathered while a unit computes.
+            a larger multiple if more than two units are to be gathered ahead.
     """
 
     def __init__(self, num_bytes: int | None = None) -> None:

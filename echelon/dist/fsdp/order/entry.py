@@ -1,4 +1,4 @@
-"""Define the record that the order keeps for each unit."""
+"""Define the record that `Order` keeps of each unit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ UNWATCHED = 0  # a call of which no input has a gradient
 
 
 class State(enum.Enum):
-    """Which of a unit's parameters are in memory.
+    """The residency of a unit's parameters in memory.
 
-    SHARDED: only this rank's chunks are in memory. NEAR: the part that this rank contributes to a
+    SHARDED: only this rank's chunks are in memory. NEAR: the range that this rank contributes to a
     gather among neighbouring ranks is also in memory. GATHERING: a gather is in progress, and
     memory for all parameters is allocated. WHOLE: all parameters are in memory.
     """
@@ -33,11 +33,11 @@ class Facts(Protocol):
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter requires gradients."""
+        """True if any parameter requires gradients."""
 
     @property
     def has_frozen(self) -> bool:
-        """Whether any parameter is frozen."""
+        """True if any parameter is frozen."""
 
     def trained(self) -> set[Hashable]:
         """Return the parameters that require gradients."""
@@ -51,25 +51,26 @@ class Facts(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """The order's record of one unit; see [Note: ownership].
+    """The record that `Order` keeps of one unit; see [Note: ownership].
 
     Attributes:
         number: the unit's index within its group.
         name: the unit's name in messages.
         num_bytes: the size of the gathered parameters.
-        gradient_bytes: the size of the buffer in which gradients are reduced.
+        gradient_bytes: the size of the buffer used to reduce the gradients.
         depth: how many units are gathered ahead while this unit computes.
         reshard: whether the unit is released after forward.
-        has_near: whether a part of the unit is kept after forward, for the gather in backward.
+        has_near: whether a range of the unit is kept after forward, for the gather in backward.
         outer: whether the unit contains other units.
         borrowed: the units whose parameters this unit also uses.
         borrowers: the units that use this unit's parameters.
         recording: the recording of the forward passes of an outermost unit; None for an inner unit.
         place: the position of this unit in the order in which forward passes started; -1 if its
             forward pass has not started.
-        has_begun: whether a forward pass has started that no complete backward pass has followed.
+        has_begun: whether a forward pass has started since the last complete backward pass.
         ended_at: the position of this unit in the order in which forward passes ended.
-        held: whether the program keeps the unit gathered, neither released nor reduced.
+        held: whether the program holds the unit in memory. If so, training steps neither release
+            nor reduce it.
         sync: whether the backward pass reduces the unit's gradients.
         calls: the forward calls whose backward pass is not complete.
         is_unwatched: whether the end of some call's backward pass cannot be observed, because none
@@ -107,7 +108,7 @@ class Entry:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward pass would now reduce the gradients."""
+        """True if a backward pass would now reduce the gradients."""
         return self.sync and not self.held
 
     def awaits(self) -> set[Hashable]:

@@ -12,7 +12,7 @@ from echelon.dist.fsdp.order.entry import Entry, State
 
 
 class Residency:
-    """The owner of `Entry.state` and of the actions of the current event.
+    """The units' residency in memory, and the actions emitted for the current event.
 
     Attributes:
         budget: the memory budget.
@@ -33,7 +33,7 @@ class Residency:
         return actions
 
     def clear(self) -> None:
-        """Drop the actions of a failed event, and forget the units that were gathered ahead."""
+        """Drop the current event's actions, and forget which units were gathered ahead."""
         self._actions.clear()
         self._ahead.clear()
 
@@ -67,7 +67,7 @@ class Residency:
         self._ahead.discard(entry)
 
     def wait(self, entry: Entry) -> None:
-        """Make sure that a unit's parameters are in memory."""
+        """Gather a unit if necessary, and block until its parameters are in memory."""
         if entry.state is not State.WHOLE:
             self.gather(entry)
             self.emit(Wait(entry))
@@ -85,7 +85,7 @@ class Residency:
         self._ahead.discard(entry)
 
     def release_ahead(self) -> None:
-        """Release units that were gathered ahead of time and are no longer needed."""
+        """Release units that were gathered ahead and are no longer needed."""
         for entry in sorted(self._ahead, key=lambda one: one.number):
             if not entry.held:
                 self.release(entry)
@@ -110,6 +110,6 @@ class Reductions:
         self._under_way.append(entry)
 
     def complete(self) -> None:
-        """Complete all reductions, and agree with the other ranks on which units were reduced."""
+        """Complete all reductions; see `Exchange`."""
         self._under_way.clear()
         self._residency.emit(Exchange())

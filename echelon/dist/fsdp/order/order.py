@@ -28,7 +28,9 @@ Actions = list[Action]
 
 
 class Order:
-    """The order of one group's units. Each method handles one event and returns actions.
+    """The order in which one group's units are gathered and reduced.
+
+    The method for each event returns the resulting actions.
 
     Attributes:
         budget: the memory budget.
@@ -48,20 +50,20 @@ class Order:
         self._clock = 0  # counts forwards that began or ended
 
     def add(self, entry: Entry) -> None:
-        """Add the unit with the next number."""
+        """Add a unit, which must have the next number."""
         assert entry.number == self._num_entries, (entry.number, self._num_entries)
         self._num_entries += 1
         self._entries[entry.number] = entry
 
     @property
     def entries(self) -> list[Entry]:
-        """The existing units, keyed by number."""
+        """The existing units, sorted by number."""
         found = list(self._entries.values())
         return sorted(found, key=lambda entry: entry.number)
 
     @property
     def in_backward(self) -> bool:
-        """Whether autograd is running through the units."""
+        """True while autograd is running through the units."""
         return self._run is not None and not self._failed
 
     def is_nested(self, entry: Entry) -> bool:
@@ -70,7 +72,7 @@ class Order:
         return not self._failed and entry in opened and opened[0] is not entry
 
     def is_at_work(self, entry: Entry) -> bool:
-        """Return whether a backward pass or a unit's forward pass is running."""
+        """Return whether a backward pass or this unit's forward pass is running."""
         return self.in_backward or (not self._failed and entry in self._open())
 
     # ---- forward ----
@@ -254,7 +256,7 @@ class Order:
     # ---- failures ----
 
     def fail(self) -> None:
-        """Handle a failed hook or action, or an interrupted backward."""
+        """Handle a failed hook or action, or an interrupted backward pass."""
         self._failed = True
         self._run = None
         self._residency.clear()
@@ -298,8 +300,8 @@ class Order:
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
         """Return whether the backward pass is expected to begin with this unit.
 
-        For an outermost unit without inner units, the result is False, because other units may
-        follow it.
+        Other units may follow an outermost unit without inner units. The result for such a unit is
+        therefore True only if the previous outermost forward pass also requested it last.
         """
         if at_end and not entry.outer:
             return self._final is not None and entry is self._final()

@@ -46,7 +46,7 @@ class Pending:
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
-        """Return this rank's vote on each recording, or [] if there is at most one recording."""
+        """Return this rank's votes on the communicating recordings; [] if there is at most one."""
         numbers = sorted(self._communicating)
         return [self._word(number, run) for number in numbers] if len(numbers) > 1 else []
 
@@ -61,7 +61,7 @@ class Pending:
         """Return the recordings that take part in a run, and forget deleted recordings.
 
         Args:
-            agreed: the votes on which the ranks agreed; empty if there is at most one recording.
+            agreed: the agreed votes; empty if at most one recording communicates.
         """
         words = dict(zip(sorted(self._communicating), agreed, strict=False))
         found = []

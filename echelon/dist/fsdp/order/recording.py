@@ -26,10 +26,10 @@ class Recording:
     Attributes:
         number: the outermost unit's number.
         following: for each unit, the unit that the last forward pass requested after it.
-        last: the last unit requested in the running forward pass.
+        last: the last unit requested in the current forward pass.
         final: the last unit requested in the last complete forward pass.
-        begun, ended: the forward passes that began and ended since the last backward pass.
-        begun_before: the forward passes that began before the last backward pass.
+        begun, ended: the units whose forward passes began and ended since the last backward pass.
+        begun_before: the units whose forward passes began before the last backward pass.
         partners: the numbers of the recordings that took part in every backward pass of this
             recording; None before the first backward pass.
         unreduced: the units that may have unreduced gradients from earlier backward passes.

@@ -29,8 +29,8 @@ class Run:
 
     Args:
         recordings: the recordings of the outermost units that may take part.
-        ended: the units' forward passes since the last run, in the order they ended.
-        begun: the same forward passes, in the order they began.
+        ended: the units whose forward passes ended since the last run, in that order.
+        begun: the units whose forward passes began since the last run, in that order.
         is_again: whether this run repeats the last one through retained graphs. If so, `begun` is
             taken from the last run, and units that this run does not reach are skipped.
 
@@ -61,11 +61,11 @@ class Run:
 
     @property
     def yields_nothing(self) -> bool:
-        """Whether gradients are expected but none have arrived."""
+        """True if gradients are expected but none have arrived."""
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
-        """If this run yielded nothing, keep its ungathered units for the next run."""
+        """Keep the ungathered units for the next run, after a run that yielded no gradients."""
         for recording in self.recordings:
             recording.ended = {one: None for one in recording.ended if one in self._to_gather}
 
@@ -103,7 +103,7 @@ class Run:
         self.look(entry, passed=False)
 
     def look(self, entry: Entry, *, passed: bool) -> None:
-        """Check whether a unit's backward pass is complete.
+        """Release and reduce a unit if its backward pass is complete.
 
         Args:
             passed: whether autograd has computed the gradients of the unit's inputs.
@@ -121,7 +121,7 @@ class Run:
                 self.look(owner, passed=not owner.is_unwatched)
 
     def finish(self, recordings: list[Recording]) -> None:
-        """Reduce the remaining gradients, and agree with the other ranks on all reductions.
+        """Reduce the remaining gradients and complete all reductions.
 
         Args:
             recordings: the recordings of the outermost units that take part.
@@ -202,7 +202,7 @@ def check_whole(entry: Entry, what: str) -> None:
     """Check that a unit's parameters are in memory.
 
     Raises:
-        RuntimeError: the parameters are not in memory, so the last result is wrong.
+        RuntimeError: the parameters are not in memory, so the gradient just computed is wrong.
     """
     if entry.state is not State.WHOLE:
         raise RuntimeError(

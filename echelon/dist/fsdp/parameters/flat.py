@@ -3,18 +3,18 @@
 [Note: the tensors in play]
 
     full     [group_size * chunk_numel]   the full vector, in the dtype of the computation; its
-                                          memory is allocated while the unit is gathered
-    chunk    [chunk_numel]                this rank's part, in the dtype of the shards; always in
-                                          memory, and not a view of `full`
+                                          memory is allocated only while the unit is gathered
+    chunk    [chunk_numel]                this rank's range of the vector, in the dtype of the
+                                          shards; always in memory, and not a view of `full`
     leaf     the parameter's shape        an nn.Parameter, a view of `full`; used by forward and
                                           backward
-    shard    [length, 1, ...]             an nn.Parameter, a view of `chunk`: this rank's part of
+    shard    [length, 1, ...]             an nn.Parameter, a view of `chunk`: this rank's shard of
                                           the parameter, with as many dims. It is the object that
                                           the module had before sharding, so optimizers created
                                           earlier continue to work
     aside    the parameter's shape        unreduced gradients of earlier micro-batches, if they
                                           are summed in a dtype other than the leaf's
-    sums     [chunk_numel]                this rank's part of the reduced gradients;
+    sums     [chunk_numel]                this rank's range of the reduced gradients;
                                           `shard.grad` is a view of it
 
 The module's attribute is the leaf while the unit is gathered. At all other times it is the shard.
@@ -105,7 +105,7 @@ class Flat:
 
     @property
     def trains(self) -> bool:
-        """Whether any of the parameters requires gradients."""
+        """True if any of the parameters requires gradients."""
         return any(member.leaf.requires_grad for member in self.members)
 
     @property
@@ -115,13 +115,13 @@ class Flat:
 
     @property
     def gradient_bytes(self) -> int:
-        """The size, in bytes, of the buffer used to reduce the gradients."""
+        """The size in bytes of the buffer used to reduce the gradients."""
         return self.layout.numel * self.reduce_dtype.itemsize
 
     # ---- parameters ----
 
     def start_gather(self) -> None:
-        """Start filling `full` from all ranks' chunks.
+        """Start gathering all ranks' chunks into `full`.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -141,7 +141,7 @@ class Flat:
             self.full.tensor.copy_(mine)
 
     def start_regather(self, near: ProcessGroup) -> None:
-        """Start filling `full` from the parts that the neighbouring ranks have kept."""
+        """Start gathering the ranges that the neighbouring ranks have kept into `full`."""
         self.full.take()
         mine = self._part_of_full(near.rank, near.size)
         if self._kept is not None:
@@ -153,7 +153,7 @@ class Flat:
             self._works.append(_work(work))
 
     def wait(self) -> None:
-        """Block until `full` is filled."""
+        """Block until all gathers into `full` are complete."""
         while self._works:
             self._works.pop(0).wait()
 
@@ -177,7 +177,7 @@ class Flat:
             member.show_shard()
 
     def adopt(self) -> None:
-        """Adopt values that the program assigned with `shard.data = values`.
+        """Copy values that the program assigned with `shard.data = values` into the chunk.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -186,7 +186,7 @@ class Flat:
             member.adopt()
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Release the memory of `full`, except for the part kept for neighbouring ranks.
+        """Release the memory of `full`, except for the range kept for neighbouring ranks.
 
         If the program changed full parameters in place, the shards receive the new values first.
         """
@@ -255,7 +255,7 @@ class Flat:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:
-        """Fill this rank's chunk from the parameters of rank 0."""
+        """Fill this rank's chunk with the parameter values of rank 0."""
         if is_absent(self.group):
             return  # the values come from the ranks that this one joins
         whole = None
@@ -289,7 +289,10 @@ def _set_versions(members: Sequence[Member], versions: Sequence[int]) -> None:
 
 
 def make_whole(flat: Flat) -> torch.Tensor:
-    """Return a tensor for the full vector in the shards' dtype, without allocating any pages."""
+    """Return a zero-filled tensor for the full vector, in the shards' dtype.
+
+    On the host, no pages are allocated until the tensor is accessed.
+    """
     if flat.device.type == "cpu":
         return HostStorage(flat.layout.numel, flat.dtype).tensor
     return torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)

@@ -1,4 +1,4 @@
-"""Compute the position of each parameter in a unit's flat vector, and the ranks' chunks.
+"""Compute each parameter's position in a flat vector, and each rank's chunk of the vector.
 
     flat vector   |p0   .|p1          .|p2 .|p3             .|  padding |
     chunks        |   rank 0     |   rank 1     |   rank 2     | ...
@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of one parameter that one rank holds, measured in elements.
+    """The shard of one parameter that one rank holds, in elements.
 
     Attributes:
         start: the index of the first element in the flattened parameter.
@@ -56,7 +56,7 @@ class Layout:
         return self.chunk_numel * self.group_size
 
     def part(self, index: int, rank: int) -> Part:
-        """Return the part of a parameter that `rank` holds."""
+        """Return `rank`'s shard of the parameter at `index`."""
         piece = self.pieces[index]
         first, last = rank * self.chunk_numel, (rank + 1) * self.chunk_numel
         start = min(max(piece.start, first), last)
@@ -69,7 +69,7 @@ class Layout:
 def plan_layout(
     shapes: Sequence[Sequence[int]], itemsize: int, group_size: int, page_bytes: int
 ) -> Layout:
-    """Place parameters one after the other and shard the vector across the ranks.
+    """Lay out parameters consecutively in a vector, and split it into one chunk per rank.
 
     Args:
         shapes: the shape of each parameter.

@@ -1,4 +1,4 @@
-"""Set `_echelon`, the only attribute that sharding adds to the program's objects.
+"""Set and read `_echelon`, the attribute that sharding adds to the program's objects.
 
     a module passed to `fully_shard`          its unit
     a unit's parameter (shard or leaf)        its member
@@ -16,7 +16,7 @@ _NAME = "_echelon"
 
 
 def attach(target: Any, value: Any) -> None:
-    """Set the attribute on an object."""
+    """Set an object's `_echelon` attribute."""
     target.__dict__[_NAME] = value  # not by setattr, which modules keep for their own parts
 
 

@@ -1,4 +1,4 @@
-"""Switch a parameter of the program between its two forms: the leaf and the shard.
+"""Switch a parameter between its two forms, the leaf and the shard.
 
 `flat.py`, [Note: the tensors in play], defines both. While the unit is gathered, the modules use
 the leaf, a view of the full vector; otherwise they use the shard, a view of this rank's chunk.
@@ -30,7 +30,7 @@ NO_HOOKS = (
 
 @dataclass(eq=False)
 class Source:
-    """A parameter to be sharded, and all the places in the modules where it is used."""
+    """A parameter to be sharded, and all module attributes that refer to it."""
 
     parameter: nn.Parameter
     name: str
@@ -40,7 +40,7 @@ class Source:
 class Member:
     """One parameter of a `Flat`.
 
-    A member has only weak references to the modules. Strong references could form a cycle through
+    A member holds only weak references to the modules. Strong references could form a cycle through
     autograd's graph, and the garbage collector cannot see such a cycle.
     """
 
@@ -63,12 +63,12 @@ class Member:
 
     @property
     def slots(self) -> list[Slot]:
-        """The places in the modules where the parameter is used."""
+        """The module attributes that refer to the parameter, as (module, name) pairs."""
         found = ((ref(), name) for ref, name in self._slots)
         return [(module, name) for module, name in found if module is not None]
 
     def add_slot(self, module: nn.Module, name: str) -> None:
-        """Record another place where the parameter is used."""
+        """Record another module attribute that refers to the parameter."""
         self._slots.append((weakref.ref(module), name))
 
     def show_leaf(self) -> None:
@@ -100,11 +100,11 @@ class Member:
                 _put(module, name, self.shard)
 
     def adopt(self) -> None:
-        """Adopt values that the program assigned with `shard.data = values`.
+        """Copy values that the program assigned with `shard.data = values` into the chunk.
 
         Raises:
-            ValueError: the values have a different dtype, device or shape, as after
-                `model.double()`.
+            ValueError: the values have a different dtype, device or shape, for example
+                after `model.double()`.
         """
         if self.shard_is_ours():
             return
@@ -135,12 +135,12 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if the shard changed between the last two gathers, else 0; reset the record."""
+        """Return 1 if the shard changed between the last two gathers, else 0; reset the flag."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 
     def check_leaf(self, *, was_written: bool) -> None:
-        """Adopt values that the program wrote or assigned to the leaf.
+        """Copy values that the program wrote or assigned to the leaf into the chunk.
 
         Raises:
             ValueError: the program gave the leaf a different dtype, device or shape.
@@ -175,11 +175,11 @@ class Member:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the parameter has a gradient that has not been reduced."""
+        """True if the parameter has a gradient that has not been reduced."""
         return self.leaf.grad is not None or self.aside is not None
 
     def set_aside(self) -> None:
-        """Add an unreduced gradient to `aside`, in the dtype of the sums."""
+        """Add the leaf's gradient to `aside`, unless it already has the reduction's dtype."""
         gradient, dtype = self.leaf.grad, self.flat.reduce_dtype
         if gradient is None or gradient.dtype == dtype:
             return
@@ -201,18 +201,18 @@ class Member:
         self.leaf.grad = self.aside = None
 
     def of(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return the part of a chunk-sized tensor that belongs to this parameter, as a view."""
+        """Return a view of this parameter's elements in a chunk-sized tensor."""
         part = self.part
         dims = (1,) * max(0, len(self.piece.shape) - 1)
         return chunk[part.offset : part.offset + part.length].view(part.length, *dims)
 
     def within(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the part of a full-sized tensor that belongs to this parameter, as a view."""
+        """Return a view of this parameter's elements in a full-sized tensor."""
         piece = self.piece
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
     def move(self, piece: Piece, part: Part) -> None:
-        """Switch to this rank's new part of the parameter after the flat has moved."""
+        """Switch to this rank's new shard of the parameter after the flat has moved."""
         self.piece, self.part = piece, part
         self.drop_gradient()
         self.leaf.data = self.within(self.flat.full.tensor).data
@@ -250,7 +250,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def member_of(parameter: Any) -> Member | None:
-    """Return the member that a shard or leaf belongs to."""
+    """Return the member that a shard or leaf belongs to; None for any other object."""
     found = attached(parameter)
     return found if isinstance(found, Member) else None
 

@@ -24,7 +24,8 @@ def make_real(
         parts: the unit's modules with their paths.
         ignored: the `id()` of each parameter to leave unchanged.
         device: where to allocate the parameters and buffers; None means the CPU.
-        init: a function that is called with every module that has meta parameters.
+        init: a function that is called with every module that has meta parameters or buffers,
+            after the module's `reset_parameters()` if it has one.
 
     Raises:
         ValueError: a module cannot initialize its parameters or buffers.
@@ -63,7 +64,7 @@ def _is_on_meta(module: nn.Module, ignored: set[int]) -> bool:
 
 
 def _materialize(module: nn.Module, ignored: set[int], device: torch.device) -> None:
-    """Allocate a module's own parameters and buffers, filled with zeros."""
+    """Allocate a module's own meta parameters and buffers, filled with zeros."""
     for parameter in module._parameters.values():
         if parameter is not None and parameter.is_meta and id(parameter) not in ignored:
             real = nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)

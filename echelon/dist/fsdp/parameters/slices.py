@@ -22,8 +22,8 @@ class Slice:
     Attributes:
         shape: the shape of the full tensor.
         dim: the dim along which the tensor is split.
-        index: the index of this part.
-        count: the number of parts.
+        index: the index of this slice.
+        count: the number of slices.
     """
 
     shape: tuple[int, ...]
@@ -33,13 +33,13 @@ class Slice:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of this part."""
+        """The shape of this slice."""
         shape = list(self.shape)
         shape[self.dim] //= self.count
         return tuple(shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a view of this part of a full tensor."""
+        """Return this slice of a full tensor, as a view."""
         length = self.shape[self.dim] // self.count
         return whole.narrow(self.dim, self.index * length, length)
 
@@ -49,7 +49,7 @@ class Slice:
 
 
 def set_slice(parameter: nn.Parameter, part: Slice) -> None:
-    """Mark a parameter as one slice of an unsharded parameter."""
+    """Mark a parameter as one slice of a full parameter."""
     parameter.__dict__[_NAME] = part
 
 

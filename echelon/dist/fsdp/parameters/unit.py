@@ -1,4 +1,4 @@
-"""Gather and release the parameters of several modules, usually one block, as one unit."""
+"""Gather and release the parameters of one or more modules, usually one block, as a unit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Unit:
         depth: how many units are gathered ahead while this unit computes.
 
     Attributes:
-        entry: the order's record of the unit.
+        entry: the record that `Order` keeps of the unit.
         borrowed: the units whose parameters this unit also uses.
         near: the neighbouring ranks that gather the unit again for backward; None means all ranks.
         near_size: how many neighbouring ranks the program requested, or 0.
@@ -88,11 +88,11 @@ class Unit:
 
     @property
     def state(self) -> State:
-        """Which of the unit's parameters are in memory."""
+        """The state that records which of the unit's parameters are in memory."""
         return self.entry.state
 
     def borrow(self, owners: Sequence[Unit]) -> None:
-        """Record parameters that belong to other units but are also used by this unit."""
+        """Record that this unit also uses the parameters of other units."""
         for owner in owners:
             self.borrowed.append(owner)
             self.entry.borrowed.append(owner.entry)
@@ -145,17 +145,17 @@ class Unit:
 
     @property
     def members(self) -> Iterator[Member]:
-        """All parameters, in the order of the flat vectors."""
+        """An iterator over the unit's parameters, in the order of the flat vectors."""
         return (member for flat in self.flats for member in flat.members)
 
     @property
     def trains(self) -> bool:
-        """Whether any of the unit's parameters requires gradients."""
+        """True if any of the unit's parameters requires gradients."""
         return any(flat.trains for flat in self.flats)
 
     @property
     def has_frozen(self) -> bool:
-        """Whether any of the unit's parameters is frozen."""
+        """True if any of the unit's parameters is frozen."""
         return any(not member.leaf.requires_grad for member in self.members)
 
     def trained(self) -> set[Hashable]:
@@ -165,7 +165,7 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Start gathering the unit among all ranks or, if `near` is given, among those ranks.
+        """Start gathering the unit from all ranks or, if `near` is given, from those ranks.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -205,13 +205,13 @@ class Unit:
         )
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Release the gathered parameters, except for the part kept for neighbouring ranks."""
+        """Release the gathered parameters, except for the range kept for neighbouring ranks."""
         for flat in self.flats:
             flat.release(near)
             flat.show_shards()
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor views parameters that this unit gathers."""
+        """Return whether a tensor is a view of parameters that this unit owns or borrows."""
         return any(
             flat.has_memory_of(tensor) for unit in (self, *self.borrowed) for flat in unit.flats
         )
@@ -225,7 +225,7 @@ class Unit:
         return any(member.has_gradient for member in self.members)
 
     def check_step(self) -> None:
-        """Check that an optimizer may change the shards.
+        """Check that an optimizer may update the shards.
 
         Raises:
             ValueError: gradients have not been reduced, the parameters are held, or a shard was
@@ -241,7 +241,7 @@ class Unit:
         self.adopt()
 
     def adopt(self) -> None:
-        """Adopt values that the program assigned with `shard.data = values`.
+        """Copy values that the program assigned with `shard.data = values` into the chunks.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -254,7 +254,7 @@ class Unit:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that `fully_shard` created for a module, or None if there is none."""
+    """Return the unit that `fully_shard` created for a module, or None for other modules."""
     unit: Unit | None = attached(module)
     return unit
 

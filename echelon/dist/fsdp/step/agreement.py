@@ -1,4 +1,4 @@
-"""Make the ranks agree on a new unit's settings and on which units exist.
+"""Compare a new unit's settings across ranks, and agree on which units exist.
 
 The units' settings determine the order of collectives, so they must be equal on all ranks. A unit
 counts as existing until all ranks have deleted it, because the garbage collector runs at different

@@ -46,7 +46,7 @@ def driver_of(unit: Unit) -> Driver:
 class _Run:
     """An object that lives as long as an autograd run.
 
-    If an exception ends the run, deleting this object reports the failure to the driver.
+    If an exception ends the run, the deletion of this object reports the failure to the driver.
     """
 
     def __init__(self, ends: Callable[[], None]) -> None:
@@ -68,8 +68,9 @@ class Driver:
         units: the units, keyed by number.
         sizes: the sizes of the units, keyed by number. Some of these units may no longer exist.
         hashes: the running hashes of the gathers and of the reductions.
-        on_event: called before each forward pass of a unit and often during a backward pass, on the
-            thread that trains, or while that thread waits for autograd; or None.
+        on_event: a function that is called before each forward pass of a unit and on each event of
+            a backward pass, or None. It runs on the training thread, or on an autograd thread while
+            the training thread waits.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -116,7 +117,7 @@ class Driver:
 
     @property
     def memory(self) -> Memory:
-        """The memory that the units share, which exists as long as any unit does."""
+        """The memory that the units share, which exists as long as any of the units."""
         memory = None if self._memory is None else self._memory()
         if memory is None:
             memory = Memory(lambda: self.order.budget.third)
@@ -128,7 +129,7 @@ class Driver:
         return self._num_units
 
     def next_flat(self) -> int:
-        """Return the number of the next flat."""
+        """Reserve a number for the next flat, and return it."""
         self._num_flats += 1
         return self._num_flats - 1
 
@@ -145,8 +146,8 @@ class Driver:
     def prepare(self, device: torch.device) -> None:
         """Make every group create its device communicators now. Collective.
 
-        Without this call, a group would create its communicator in the middle of a step, where this
-        might block.
+        Without this call, a group would create its communicator in the middle of a step, where
+        creating it might block.
         """
         for group in self.groups():
             if device.type != "cpu" and group.size > 1 and (group, device) not in self._prepared:
@@ -165,13 +166,13 @@ class Driver:
         return self.order.is_nested(unit.entry)
 
     def is_at_work(self, unit: Unit) -> bool:
-        """Return whether a backward pass or a unit's forward pass is running."""
+        """Return whether a backward pass or this unit's forward pass is running."""
         _ = self.in_backward
         return self.order.is_at_work(unit.entry)
 
     @property
     def in_backward(self) -> bool:
-        """Whether autograd is running through the units."""
+        """True while autograd is running through the units."""
         if self._run is not None and self._run() is None:
             self._fail()
         return self.order.in_backward
@@ -359,7 +360,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _explaining(self, doing: str) -> Iterator[None]:
-        """Replace tagged shapes in an error message with the names of units."""
+        """Name the units and the current action in the message of a `CollectiveError`."""
         try:
             yield
         except CollectiveError as err:

@@ -49,7 +49,7 @@ def follow_move(unit: Unit) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Make a method of a sharded module gather the module's parameters, as `forward` does.
+    """Make a method of a sharded module gather the module's parameters, like `forward`.
 
     Args:
         module: a module that was passed to `fully_shard`.
@@ -215,7 +215,7 @@ def _trains(args: Any, kwargs: Any) -> bool:
 
 
 def _watch(value: Any, told: Callable[[], None]) -> bool:
-    """Call `told` when any tensor in a value gets a gradient; return False if none can get one."""
+    """Call `told` for each tensor that gets a gradient; return False if none requires one."""
 
     def hook(gradient: torch.Tensor) -> None:  # noqa: ARG001
         told()
@@ -246,7 +246,7 @@ class _Told:
 
 
 def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> bool:
-    """Call `told` when all tensors have gradients; return False if none can get a gradient.
+    """Call `told` once all tensors have gradients; return False if none requires one.
 
     Tensors that the unit does not use are ignored.
     """

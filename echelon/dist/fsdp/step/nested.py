@@ -1,4 +1,4 @@
-"""Find the tensors in nested tuples, lists, dicts and dataclasses."""
+"""Find and replace the tensors in nested tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 

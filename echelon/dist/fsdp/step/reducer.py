@@ -1,9 +1,9 @@
 """Run all reductions of one backward pass concurrently.
 
 At the end of the backward pass, the ranks compare hashes of the order in which they gathered and
-reduced units. On a mismatch, the error names a rank whose order differs. The ranks also tell one
-another which parameters have gradients. If no rank has a gradient for a parameter, the parameter's
-`.grad` is left unchanged.
+reduced units. On a mismatch, the error names the ranks whose order differs from the most common
+order. The ranks also exchange which parameters have gradients. If no rank has a gradient for a
+parameter, the parameter's `.grad` is left unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Reducer:
 
     Args:
         pool: the source of buffers.
-        group: the group that reduces.
+        group: the group used for reductions.
         replicas: the ranks that hold the same chunk as this rank, or None.
         note: a function that is called as `note("reduce", flat_number)` when a reduction begins.
     """

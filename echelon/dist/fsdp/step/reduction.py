@@ -1,4 +1,4 @@
-"""Move the gradients of one flat vector from autograd to the shards' `.grad`.
+"""Reduce the gradients of one flat vector, and store the result in the shards' `.grad`.
 
     leaf.grad --copy--> buffer [group_size * chunk_numel] --reduce_scatter--> sums [chunk_numel]
               (pooled, in the dtype of the reduction)        --all_reduce over the replicas-->
@@ -28,7 +28,7 @@ class Reduction:
     Args:
         flat: the flat whose gradients are reduced.
         pool: the source of buffers.
-        group: the group that reduces, with the same ranks as the flat's group.
+        group: the group used for reductions, with the same ranks as the flat's group.
         replicas: the ranks that hold the same chunk as this rank, or None.
     """
 
@@ -48,7 +48,8 @@ class Reduction:
     def collect(self, member: Member) -> None:
         """Copy a gradient into the buffer and free it.
 
-        If the first gradient is small, it is left in `.grad` until the reduction starts.
+        Before the buffer is allocated, small gradients are left in `.grad`, and `start` collects
+        them.
         """
         gradient = member.leaf.grad
         assert gradient is not None, member.name
@@ -98,9 +99,10 @@ class Reduction:
         self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
 
     def advance(self, *, block: bool) -> bool:
-        """Advance as far as possible, or complete the reduction if `block` is set.
+        """Advance as far as possible without blocking, or to the end if `block` is set.
 
-        Return whether the reduction is complete.
+        Returns:
+            Whether the reduction is complete.
         """
         if block:
             self.cross()
