@@ -149,7 +149,7 @@ class Exchange:
             return incoming.take(thing)
 
     def finish(self) -> None:
-        """Block until everything has been sent.
+        """Block until all sends have completed.
 
         Raises:
             CollectiveError: a receiver was lost or did not receive within the group's timeout.
@@ -164,7 +164,7 @@ class Exchange:
 
 
 def received(message: Action) -> Thing:
-    """Return the output or gradient that a plan's receive action obtains."""
+    """Return the output or gradient that a RECV_F or RECV_B action receives."""
     if message.kind is Kind.RECV_F:
         return Thing(Product.OUTPUT, message.stage - 1, message.microbatch)
     assert message.kind is Kind.RECV_B, message
