@@ -39,7 +39,7 @@ class Axes:
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """This rank's data-parallel index, and the data-parallel size."""
+        """This rank's data-parallel index and the data-parallel size, as (index, size)."""
         data = self.data
         return data.coordinate[0] * data.shape[1] + data.coordinate[1], data.size
 

@@ -161,7 +161,10 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """Shard each block as one unit, and the remaining parameters of each top module as another."""
+    """Shard each block as one unit, and the remaining parameters of each top module as another.
+
+    Does nothing on a single data-parallel rank, unless the model or the settings need units.
+    """
     is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
     needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]
     if axes.data.size == 1 and not needs_units:

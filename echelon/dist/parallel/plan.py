@@ -21,9 +21,9 @@ class Plan:
     """A plan for distributing one kind of model. `*` matches within one component of a name.
 
     Attributes:
-        blocks: the modules that become units of `fully_shard`, in the order of the model. All other
-            parameters of the model, or of a stage, form one more unit.
-        tensor: the modules that tensor parallelism changes, each with its style:
+        blocks: patterns of the modules that become units of `fully_shard`, in the order of the
+            model. All other parameters of the model, or of a stage, form one more unit.
+        tensor: patterns of the modules that tensor parallelism changes, each with a style:
 
             * "region": a module that contains "column" and "row" modules, such as attention or a
               feed-forward network; its first argument enters the tensor-parallel region.

@@ -159,7 +159,7 @@ def make_head(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
-    """Reduce a parameter to this rank's slice; return the slice's length along `dim`.
+    """Replace a parameter's data by this rank's slice; return the slice's length along `dim`.
 
     A parameter used in several places is split only once.
 
@@ -236,10 +236,10 @@ def _described(module: nn.Module) -> str:
 
 
 def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
-    """Check that each token has a row in the embedding.
+    """Check that each token has a row in the embedding. Only tensors on the host are checked.
 
     Raises:
-        IndexError: a token does not have a row. Only tensors on the host are checked.
+        IndexError: a token does not have a row.
     """
     if tokens.device.type == "cpu" and tokens.numel():
         least, most = int(tokens.min()), int(tokens.max())

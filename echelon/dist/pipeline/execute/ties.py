@@ -36,8 +36,8 @@ class Ties:
             rank_of_stage: the group rank that holds each stage.
 
         Raises:
-            ValueError: a copy does not exist, or the copies of a tied parameter are not in two or
-                more different stages.
+            ValueError: a copy does not exist, is the only copy of its parameter, or is in the same
+                stage as another copy.
         """
         self._ties = [_Tie(tie, stages, rank_of_stage) for tie in ties]
 
@@ -46,7 +46,7 @@ class Ties:
         return len(self._ties)
 
     def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
-        """Open a channel to every rank with a copy, and set all copies to the first stage's value.
+        """Open channels to ranks with other copies, and set all copies to the first stage's value.
 
         The method blocks until those ranks have done the same.
 

@@ -66,7 +66,7 @@ class _Machine:
         return any(self._here(rank) for rank in range(self._plan.num_ranks))
 
     def why(self) -> PlanError:
-        """Return the error for the cycle or dead end at the end of a blocked rank's waits."""
+        """Follow a blocked rank's chain of waits; return the error for its cycle or dead end."""
         rank = next(r for r in range(self._plan.num_ranks) if self._here(r))
         seen: list[int] = []
         while rank not in seen:

@@ -57,8 +57,9 @@ def order_messages(plan: Plan) -> Plan:
 def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
     """Return the plan with sharding actions added, for stages whose parameters are sharded.
 
-    A stage's parameters are gathered one computation before their use, and are released unless they
-    will be needed again soon. The stage's gradients are reduced once, after its last backward pass.
+    A stage's parameters are gathered one computation before their use, and are released afterwards
+    unless they are needed again soon. The stage's gradients are reduced once, after its last
+    backward pass.
 
     Args:
         plan: a plan with or without messages; a plan that has sharding actions is returned

@@ -1,5 +1,7 @@
 """The dependencies between computations, which every valid order respects.
 
+Each computation on the left needs the results on the right:
+
     forward of stage s            the forward of stage s - 1
     backward of stage s           the forward of stage s; the backward or input gradients of s + 1
     weight gradients of stage s   the input gradients of stage s

@@ -77,7 +77,7 @@ class Exchange:
         routes: this rank's routes.
         links: this rank's links to its peers.
         device: the device of this rank's stages.
-        backward: whether gradients are sent.
+        backward: whether gradients are exchanged too.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Exchange:
         self.want([thing for action in actions for thing in self._routes.needed(action)])
 
     def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
-        """Send the result of a computation: a stage's outputs, or the gradients of its inputs."""
+        """Deliver a computation's result: a stage's outputs, or the gradients of its inputs."""
         to = self._routes.destination(thing)
         assert to is not None, thing
         if to == self._routes.rank:

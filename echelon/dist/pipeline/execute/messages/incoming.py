@@ -4,8 +4,8 @@ A channel's messages arrive in the order of the peer's row in the plan. Receives
 same order, a few computations before the data is needed.
 
 A receive for outputs can be posted before the header has arrived, because both ends keep the size
-from the previous step. If the outputs are larger this time, they need one more message. In the
-first step, a receive can be posted only once its header has arrived.
+from the previous step. Outputs that are larger in this step need one more message. In the first
+step, a receive can be posted only once its header has arrived.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from echelon.dist.work import Work
 
 @dataclass
 class _Arrival:
-    """The receives for one thing (see `Thing`).
+    """The receives for one result (see `Thing`).
 
     Attributes:
-        works: the receives for the thing's data.
+        works: the receives for the result's data.
         header: for outputs, the receive of the header and its buffer.
         specs: the contents of the header, once it has been read.
         payload: for outputs, the buffer of the payload.

@@ -6,7 +6,7 @@ passes are split only near the beginning and the end of the schedule. (Sea AI La
 schedule from DeepSeek's DualPipe by a "cut-in-half" procedure.)
 
 The schedule is regular for 2p or more micro-batches. With fewer micro-batches, the order for 2p
-micro-batches is used, and the missing micro-batches are left out.
+micro-batches is used, and the surplus micro-batches are left out.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ time, each rank idles only for the time of p - 1 chunk forwards, and no rank hol
 than rank 0 does in 1F1B. (The schedule is from Qi et al., "Pipeline Parallelism with Controllable
 Memory".)
 
-The schedule is regular for 2p - 1 or more micro-batches. With fewer micro-batches, the order for 2p
-- 1 micro-batches is used, and the missing micro-batches are left out.
+The schedule is regular for 2p - 1 or more micro-batches. With fewer micro-batches, the order for
+2p - 1 micro-batches is used, and the surplus micro-batches are left out.
 """
 
 from __future__ import annotations
