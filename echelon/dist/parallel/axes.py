@@ -1,4 +1,4 @@
-"""Provide a mesh's groups, named after the purpose of each axis."""
+"""The process groups of a mesh, named after the purpose of each axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("pp", "replicate", "shard", "tp")
 
 @dataclass(frozen=True)
 class Axes:
-    """A mesh whose axes have the names that `parallelize` uses.
+    """A mesh with the axis names that `parallelize` uses.
 
     Attributes:
         mesh: a mesh with all four axes; an axis that the caller's mesh does not have has size 1.
@@ -34,18 +34,18 @@ class Axes:
 
     @property
     def data(self) -> DeviceMesh:
-        """The groups of ranks across which batches are split: (replicate, shard)."""
+        """The sub-mesh of ranks across which batches are split: (replicate, shard)."""
         return self.mesh["replicate", "shard"]
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """This rank's share of a batch, as its index and the number of shares."""
+        """This rank's data-parallel index and the data-parallel size, as (index, size)."""
         data = self.data
         return data.coordinate[0] * data.shape[1] + data.coordinate[1], data.size
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:
-    """Return the axes of a mesh, with missing axes added. Collective if an axis is added.
+    """Return the axes of a mesh, adding missing ones with size 1. Collective if an axis is added.
 
     Raises:
         ValueError: the argument is not a mesh, or its axes are unknown or in the wrong order.

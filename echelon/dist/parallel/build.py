@@ -1,4 +1,4 @@
-"""Split a model across ranks, after every rank has built the whole model."""
+"""Distribute a model across the ranks of a mesh; every rank starts with the whole model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parallelize(
     The mesh may have any of these axes, in this order: "pp" for the stages of a pipeline;
     "replicate" for identical copies trained on different data; "shard" for `fully_shard`; and "tp"
     for layers that are split by heads and features. Axis "tp" needs the fastest links, so its
-    ranks are neighbours. Every rank of the world must call this function with the same arguments
+    ranks are consecutive. Every rank of the world must call this function with the same arguments
     and an identical model. The model is modified in place. The function blocks until all ranks have
     called it, within the groups' timeouts. Initial values are taken from the first rank along each
     axis except "pp".
@@ -66,20 +66,21 @@ def parallelize(
         plan: how to distribute this kind of model; None means `model.plan()`.
         loss_fn: called with the model's output and the targets; returns the mean loss over the
             targets. None if the model's output is the loss.
-        num_microbatches: the number of parts into which a rank's batch is split along dim 0, with
-            or without a pipeline; gradients are averaged over these parts and reduced once.
+        num_microbatches: the number of micro-batches into which a rank's batch is split along
+            dim 0, with or without a pipeline; gradients are averaged over the micro-batches and
+            reduced once.
         schedule: the name of the pipeline's schedule.
         num_chunks: the number of pipeline stages per rank.
-        sequence: whether to use sequence parallelism: norms and residuals are split evenly by
-            position over the ranks of axis "tp".
+        sequence: whether to use sequence parallelism: the activations of norms and residuals are
+            split evenly by position across the ranks of axis "tp".
         mp_policy: as in `fully_shard`.
         reshard_after_forward: as in `fully_shard`.
         offload_policy: as in `fully_shard`.
         prefetch: as in `fully_shard`.
         memory_budget_bytes: as in `fully_shard`.
         device: for a model on the meta device, as in `fully_shard`.
-        init: for a model on the meta device, as in `fully_shard`. The ranks of "tp" draw their
-            slices from different seeds.
+        init: for a model on the meta device, as in `fully_shard`. Each rank of axis "tp"
+            initializes its slices with a different seed.
 
     Raises:
         ValueError: an argument is invalid, or the model, plan and mesh do not match.
@@ -160,7 +161,10 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """Shard each block of a module as one unit, and the remaining parameters as another."""
+    """Shard each block as one unit, and the remaining parameters of each top module as another.
+
+    Does nothing on a single data-parallel rank, unless the model or the settings need units.
+    """
     is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
     needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]
     if axes.data.size == 1 and not needs_units:
@@ -176,7 +180,7 @@ def _shard(
 
 @contextlib.contextmanager
 def _own_seed(axes: Axes) -> Iterator[None]:
-    """Use a different seed on each rank of axis tp, so that all slices have different values."""
+    """Use a different seed on each rank of axis tp, so that every slice has different values."""
     if axes.tensor.size == 1:
         yield
         return
@@ -186,7 +190,7 @@ def _own_seed(axes: Axes) -> Iterator[None]:
 
 
 def _make_copies_equal(tops: Sequence[nn.Module], undivided: Undivided, axes: Axes) -> None:
-    """Copy undivided parameters from the first rank of axis tp to the other ranks of the axis."""
+    """Broadcast the parameters that are not split from the first rank of axis tp."""
     whole = {id(one) for one in (*undivided.partial, *undivided.equal)}
     if axes.tensor.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Define one rank's part of a model that `parallelize` has distributed."""
+"""One rank's part of a model that `parallelize` has distributed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Parallel:
 
     Attributes:
         model: this rank's module, whose parameters are named as in the whole model; in a pipeline,
-            it contains this rank's stages. Use it in a checkpoint's state:
+            it contains this rank's stages. To checkpoint it, put it in the saved state:
             `{"model": parallel.model, ...}`.
         mesh: the mesh with all four axes.
-        data: the index of this rank's share of the batch, and the number of shares. Ranks with
-            equal `data` must receive the same data.
-        pipeline: the pipeline that runs the stages; None without axis "pp".
+        data: this rank's data-parallel index, and the data-parallel size. Ranks with equal `data`
+            must receive the same data.
+        pipeline: the pipeline that runs the stages; None if axis "pp" has size 1.
 
     Example:
         >>> mesh = DeviceMesh((1, 2), ("pp", "shard"))  # on each of 2 ranks
@@ -77,11 +77,11 @@ class Parallel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank holds the last stage and therefore computes losses."""
+        """True if this rank holds the last stage and therefore computes losses."""
         return self.pipeline is None or self.pipeline.has_last
 
     def step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:
-        """Run forward and backward passes on this rank's share of a batch; reduce the gradients.
+        """Run forward and backward passes on this rank's local batch, and reduce the gradients.
 
         The gradients of the mean loss over all ranks' data are added to `.grad`. Collective among
         all ranks; each operation blocks at most for its group's timeout.
@@ -118,7 +118,7 @@ class Parallel:
         return self._term(losses)
 
     def evaluate(self, inputs: Any, targets: Any = None) -> Tensor:
-        """Run only the forward pass on this rank's share of a batch, without gradients.
+        """Run only the forward pass on this rank's local batch, without gradients.
 
         Args:
             inputs: as in `step`.
@@ -213,7 +213,7 @@ class Parallel:
         return torch.device("cpu") if first is None else first.device
 
     def _compare(self, inputs: Any, targets: Any) -> None:
-        """Before the first step, check that all ranks of axis tp received the same data."""
+        """Check on the first call that all ranks of axis tp received the same data."""
         group = self._axes.tensor
         if self._has_compared or group.size == 1:
             return
@@ -228,7 +228,10 @@ class Parallel:
             )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """End the groups if a pipeline step fails, because other ranks may be waiting."""
+        """Return a context manager that ends the group of axis tp if a pipeline call fails.
+
+        Other ranks of the axis may be waiting in that group.
+        """
         group = self._axes.tensor
         rank = group.ranks[group.rank]
         return ending_on_failure(call, next(self._numbers), rank, lambda: [group])

@@ -1,4 +1,4 @@
-"""Describe a model's units, split modules and stages."""
+"""Plans, which define a model's FSDP units, tensor-parallel modules and pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _STYLES = get_args(TensorStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A plan for distributing one kind of model. `*` matches one part of a dotted name.
+    """A plan for distributing one kind of model. `*` matches within one component of a name.
 
     Attributes:
-        blocks: the modules that become units of `fully_shard`, in the order of the model. All other
-            parameters of the model, or of a stage, form one more unit.
-        tensor: the modules that tensor parallelism changes, each with its style:
+        blocks: patterns of the modules that become units of `fully_shard`, in the order of the
+            model. All other parameters of the model, or of a stage, form one more unit.
+        tensor: patterns of the modules that tensor parallelism changes, each with a style:
 
             * "region": a module that contains "column" and "row" modules, such as attention or a
-              feed-forward network; its first argument enters the tensor-parallel part of the model.
+              feed-forward network; its first argument enters the tensor-parallel region.
             * "column": an `nn.Linear` split by its outputs.
             * "row": an `nn.Linear` split by its inputs; its outputs are summed over the ranks.
             * "vocabulary": an `nn.Embedding` split evenly by its rows if possible, and otherwise
               treated like "embedding".
-            * "embedding": an `nn.Embedding` that every rank holds.
+            * "embedding": an `nn.Embedding` that every rank holds in full.
             * "head": an `nn.Linear` whose outputs are split evenly, if possible, and then
               gathered.
 
         stages: called with the model, the index of a stage and the number of stages; returns the
             stage's module, whose parameters are named as in the model. None if the model cannot run
             as a pipeline.
-        divisors: attributes, such as the number of heads, that must be multiples of the number of
-            ranks. The keys are the names that messages use for the attributes.
+        divisors: numbers, such as the number of heads, that must be multiples of the number of
+            tensor-parallel ranks. The keys name the numbers in error messages.
 
     Example:
         >>> plan = Plan(
@@ -67,7 +67,7 @@ class Plan:
 
 
 def is_match(name: str, pattern: str) -> bool:
-    """Return whether a module's name matches a pattern, part by part."""
+    """Return whether a module's dotted name matches a pattern, component by component."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 

@@ -1,4 +1,4 @@
-"""Cut a model into this rank's stages, and find the parameters that stages share."""
+"""Split a model into this rank's stages, and find the parameters that stages share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -
     """Return this rank's stages of a model, as placed by the schedule.
 
     Raises:
-        ValueError: the plan does not define stages, or the model cannot be cut into that many
+        ValueError: the plan does not define stages, or the model cannot be split into that many
             stages.
     """
     if plan.stages is None:
@@ -43,7 +43,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def find_ties(
     stages: Sequence[Stage], first: dict[str, str], group: ProcessGroup
 ) -> list[list[str]]:
-    """Return the parameters that several stages hold, in `Pipeline`'s format. Collective.
+    """Return the parameters that several stages hold, as `ties` for `Pipeline`. Collective.
 
     Args:
         stages: this rank's stages.
@@ -70,7 +70,7 @@ def find_ties(
 
 
 def copies(stages: Sequence[Stage], ties: Sequence[Sequence[str]]) -> list[nn.Parameter]:
-    """Return this rank's copies of parameters that an earlier stage already counts."""
+    """Return this rank's copies of tied parameters, except those that a norm must count."""
     by_index = {
         stage.index: dict(stage.module.named_parameters(remove_duplicate=False)) for stage in stages
     }

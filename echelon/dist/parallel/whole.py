@@ -12,7 +12,7 @@ from echelon.dist.parallel.axes import Axes
 
 
 def full_state_dict(model: nn.Module, axes: Axes, names: dict[str, str]) -> dict[str, Tensor]:
-    """Return the state of the whole model on the host, as `state_dict()` would. Collective.
+    """Return the whole model's `state_dict()`, on the host of every rank. Collective.
 
     Args:
         model: this rank's part of the model, whose parameters are named as in the whole model.
@@ -48,7 +48,7 @@ def _joined(value: Tensor, part: Slice, group: ProcessGroup) -> Tensor:
 
 
 def _from_all_stages(mine: dict[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
-    """Collect the entries of all stages, each from the first rank that has it."""
+    """Collect the entries of all stages, broadcasting each from the first rank that has it."""
     forms = {name: [list(value.shape), str(value.dtype)] for name, value in mine.items()}
     every = group.all_gather_object(forms)
     found: dict[str, Tensor] = {}

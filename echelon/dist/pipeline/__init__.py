@@ -1,4 +1,4 @@
-"""Provide pipeline parallelism: schedules as data, a simulator, and one executor for all schedules.
+"""Pipeline parallelism: schedules as data, a simulator, and one executor for all schedules.
 
 Plans and simulations do not need torch, which is loaded when `Pipeline`, `Stage` or `split` is
 first used.

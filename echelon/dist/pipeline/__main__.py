@@ -18,7 +18,10 @@ from echelon.dist.pipeline.simulate.trace import draw_trace
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return 0 on success, 1 for an invalid plan, or 2 for incorrect usage."""
+    """Run a command; return 0 on success, or 1 for an invalid argument, plan or file.
+
+    Incorrect usage raises `SystemExit` with status 2.
+    """
     arguments = _parser().parse_args(argv)
     try:
         run = {"show": _show, "check": _check, "search": _search}[arguments.command]

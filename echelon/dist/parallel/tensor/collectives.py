@@ -1,18 +1,19 @@
-"""Provide differentiable collectives to enter and leave the tensor-parallel part of a model.
+"""Differentiable collectives that enter and leave the tensor-parallel region of a model.
 
-Outside the tensor-parallel part, every rank has the same features or, with `sequence`, an equal
-part of each sequence. Each function runs one collective in forward. In backward, the function runs
-the collective that gives every rank the gradient of its input:
+Outside the tensor-parallel region, every rank holds the same activations or, with `sequence`, an
+equal number of each sequence's positions. Each function runs at most one collective in forward. In
+backward, it runs the operation that gives every rank the gradient of its input:
 
     enter               identity                    backward: all_reduce
     enter, sequence     all_gather of positions     backward: reduce_scatter
     leave               all_reduce                  backward: identity
     leave, sequence     reduce_scatter              backward: all_gather
-    gather              all_gather of a dim         backward: this rank's part, without a message
+    gather              all_gather of a dim         backward: this rank's slice, no communication
 
-All communication uses the collectives of `group`. `enter` and `leave` each move a layer's features
-once in forward and once in backward. All functions block, at most for the group's timeout, and
-raise the group's `CollectiveError`s. In a compiled module, each function causes a graph break.
+All communication uses the collectives of `group`. Without `sequence`, a pair of `enter` and `leave`
+runs one all-reduce in forward and one in backward. All functions block, at most for the group's
+timeout, and raise the group's `CollectiveError`s. In a compiled module, each function causes a
+graph break.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ POSITIONS = -2  # the dim of a sequence's positions: features are last
 
 @uncompiled_call
 def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Return, on every rank, the full input of the tensor-parallel part: [..., T, C]."""
+    """Return the full input of the tensor-parallel region on every rank: [..., T, C]."""
     if sequence:
         return cast(Tensor, _EnterSequence.apply(x, group))  # type: ignore[no-untyped-call]
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
@@ -39,7 +40,7 @@ def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Sum the ranks' results; with `sequence`, return only this rank's positions: [..., T / n, C].
+    """Sum the partial results; with `sequence`, return this rank's positions: [..., T / n, C].
 
     Raises:
         ValueError: the positions cannot be split evenly across the ranks.
@@ -51,13 +52,13 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Concatenate all ranks' parts along a dim. All ranks receive the same values."""
+    """Concatenate all ranks' slices along `dim`; every rank receives the same values."""
     return cast(Tensor, _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 
 @uncompiled_call
 def own_positions(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return this rank's part of the positions: [..., T, C] -> [..., T / n, C].
+    """Return this rank's slice of the positions: [..., T, C] -> [..., T / n, C].
 
     Raises:
         ValueError: the positions cannot be split evenly across the ranks.

@@ -1,4 +1,4 @@
-"""Shard a model's layers according to a plan, and find the parameters that stay unsharded."""
+"""Split a model's layers according to a plan, and find the parameters that are not split."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Undivided:
     """The parameters that every rank of the group holds in full.
 
     Attributes:
-        partial: parameters for which each rank computes only part of the gradient; these parts are
-            summed.
+        partial: parameters for which each rank computes a partial gradient; the partial gradients
+            are summed.
         equal: parameters for which every rank computes the full gradient. The gradients are
-            averaged, so that the copies stay equal even if a device adds in an arbitrary order.
+            averaged, so that the copies stay equal even if a device sums in a nondeterministic
+            order.
     """
 
     partial: tuple[nn.Parameter, ...] = ()
@@ -34,7 +35,8 @@ def divide_model(model: nn.Module, plan: Plan, setting: Setting) -> Undivided:
     Collective; blocks at most for the group's timeout.
 
     Raises:
-        ValueError: the plan or the model does not allow the division; no data was sent.
+        ValueError: the plan or the model does not allow the split. Most of these errors are raised
+            before any communication.
         CollectiveError: a rank was lost or did not join.
     """
     _check(model, plan, setting)

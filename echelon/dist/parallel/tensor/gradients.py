@@ -1,4 +1,4 @@
-"""Keep gradients equal across a tensor-parallel group for parameters that every rank holds."""
+"""Reduce the gradients of the parameters that every tensor-parallel rank holds in full."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BUCKET_BYTES = 32 << 20
 
 
 class SharedGradients:
-    """The gradients of undivided parameters in one step; they are reduced at the end of the step.
+    """The gradients of the parameters that are not split, reduced at the end of each step.
 
     Args:
-        undivided: the undivided parameters of the whole model.
+        undivided: the parameters of the whole model that are not split.
         held: the parameters or shards whose `.grad` this rank's optimizer uses.
         group: the ranks that hold the same parameters.
     """
@@ -66,7 +66,10 @@ class SharedGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _reduce(self, bucket: list[nn.Parameter]) -> None:
-        """Reduce gradients as one vector, with a flag for each parameter that has a gradient."""
+        """All-reduce a bucket's gradients as one vector.
+
+        The vector ends with one flag per parameter: 1 if this rank has a gradient for it, else 0.
+        """
         flags = [torch.full_like(_first(one), float(one.grad is not None)) for one in bucket]
         gradients = [_gradient(one).reshape(-1) for one in bucket]
         flat = torch.cat([*gradients, *flags])

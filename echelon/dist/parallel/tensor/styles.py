@@ -1,4 +1,4 @@
-"""Implement the styles, which define how tensor parallelism changes each kind of module.
+"""The styles, which define how tensor parallelism changes each kind of module.
 
 A split layer keeps its module, its name and its parameter object; the parameter becomes this
 rank's slice, and the module's `forward` is replaced by a function that communicates with the other
@@ -6,7 +6,7 @@ ranks. Only plain tensors are used, so `fully_shard`, pipelines and optimizers w
 other layer.
 
 Torch's DTensor was tried and rejected: `fully_shard` cannot place DTensors in its flat vectors,
-torch needs a second world besides echelon's, and the same layers took 2.3 times as much processor
+torch needs a second world in addition to echelon's, and the same layers took 2.3 times as much CPU
 time (width 128, 2 ranks).
 """
 
@@ -42,7 +42,7 @@ class Setting:
 
 
 def check(name: str, module: nn.Module, style: str, size: int) -> None:
-    """Check that a module can be split in a given style, before any module is split.
+    """Check that a module can be split in a given style. Called before any module is split.
 
     Raises:
         ValueError: the module cannot be split.
@@ -61,7 +61,7 @@ def check(name: str, module: nn.Module, style: str, size: int) -> None:
 
 
 def make_region(name: str, module: nn.Module, setting: Setting) -> None:
-    """Make the first argument of a module enter the tensor-parallel part of the model."""
+    """Make the first argument of a module enter the tensor-parallel region of the model."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not args or not isinstance(args[0], Tensor):
@@ -74,7 +74,7 @@ def make_region(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool) -> None:
-    """Split a linear layer by its outputs, so that it returns only this rank's features."""
+    """Split a linear layer along its output dimension; it then returns this rank's features."""
     linear = _linear(name, module)
     linear.out_features = _divide_rows(name, linear, setting)
     if not enters:
@@ -88,7 +88,7 @@ def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool)
 
 
 def make_row(name: str, module: nn.Module, setting: Setting) -> None:
-    """Shard a linear layer along its input dimension.
+    """Split a linear layer along its input dimension.
 
     The outputs are summed over the ranks before the bias is added.
     """
@@ -103,7 +103,10 @@ def make_row(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
-    """Split an embedding evenly by its rows, if possible, so each rank looks up its own tokens."""
+    """Split an embedding evenly by its rows, if possible; otherwise keep it whole.
+
+    If the embedding is split, each rank looks up only the tokens of its own rows.
+    """
     embedding = _embedding(name, module)
     if embedding.num_embeddings % setting.group.size:
         make_embedding(name, module, setting)
@@ -135,7 +138,7 @@ def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_head(name: str, module: nn.Module, setting: Setting) -> None:
-    """Split a linear layer evenly by its outputs, if possible, and gather the outputs."""
+    """Split a linear layer evenly along its output dimension, if possible; gather the outputs."""
     linear = _linear(name, module)
     group, sequence = setting.group, setting.sequence
     if linear.out_features % group.size:
@@ -156,7 +159,7 @@ def make_head(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
-    """Reduce a parameter to this rank's slice; return the slice's length along `dim`.
+    """Replace a parameter's data by this rank's slice; return the slice's length along `dim`.
 
     A parameter used in several places is split only once.
 
@@ -233,10 +236,10 @@ def _described(module: nn.Module) -> str:
 
 
 def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
-    """Check that each token has a row in the embedding.
+    """Check that each token has a row in the embedding. Only tensors on the host are checked.
 
     Raises:
-        IndexError: a token does not have a row. Only tensors on the host are checked.
+        IndexError: a token does not have a row.
     """
     if tokens.device.type == "cpu" and tokens.numel():
         least, most = int(tokens.min()), int(tokens.max())

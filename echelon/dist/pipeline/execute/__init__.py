@@ -1,1 +1,1 @@
-"""Run pipeline stages that are made of torch modules."""
+"""Execute plans on pipeline stages that are torch modules."""

@@ -21,7 +21,7 @@ from echelon.dist.pipeline.plan.plan import Plan
 def plan_of(
     schedule: str | Path | Plan, num_ranks: int, num_microbatches: int | None, num_chunks: int
 ) -> Plan:
-    """Return the plan given as a schedule's name, a file or a `Plan`, after checking the plan.
+    """Return the plan for a schedule's name, a CSV file or a `Plan`, after checking that it fits.
 
     Raises:
         ValueError: the plan does not match the numbers of ranks, micro-batches or chunks.

@@ -39,10 +39,10 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """If the program itself computed an input, replace the input with a new leaf.
+    """Replace each input that the caller computed with a new leaf, to end the graph there.
 
-    Each micro-batch runs its own backward pass. `pass_on` then runs the program's part of the graph
-    once, with the gradients from all micro-batches.
+    Each micro-batch runs its own backward pass, which stops at the leaves. `pass_on` then runs the
+    backward pass of the caller's graph once, with the gradients from all micro-batches.
 
     Returns:
         The new inputs, and pairs of a replaced input and its leaf.
@@ -59,7 +59,7 @@ def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 def pass_on(computed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run the backward pass of the program's own graph, with the gradients of the leaves."""
+    """Run the backward pass of the caller's graph, starting from the gradients of the leaves."""
     some = [(one, leaf.grad) for one, leaf in computed if leaf.grad is not None]
     if some:
         torch.autograd.backward([one for one, _ in some], [gradient for _, gradient in some])

@@ -1,4 +1,4 @@
-"""If a step fails on one rank, end all groups that the step uses, on every rank.
+"""End all groups that a step uses, on every rank, if the step fails on one rank.
 
 Other ranks may be waiting for the failed rank in these groups. The error on the other ranks names
 the failed rank.
@@ -48,8 +48,8 @@ def end_groups(
         call: the call that failed: "step" or "evaluate".
         number: the number of the call, from 0.
         rank: this process's global rank.
-        raised: the error that the call raised. An error from another rank is reported with that
-            rank's number.
+        raised: the error that the call raised. If it is an error of another rank, that rank is
+            reported as the failed one.
     """
     groups = list(dict.fromkeys(groups))
     ranks: tuple[int, ...] = (rank,)

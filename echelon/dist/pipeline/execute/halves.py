@@ -1,6 +1,6 @@
 """Run a backward pass in two halves: input gradients now, and weight gradients later.
 
-In a stage's autograd graph, nodes compute gradients, and parameters are attached to nodes. A
+In a stage's autograd graph, nodes compute gradients, and parameters are leaves below nodes. A
 typical linear layer looks like this:
 
     ... <- output -- AddmmBackward -- input <- ...

@@ -42,7 +42,7 @@ class Tied:
     """A parameter that is tied to parameters of other stages.
 
     If the parameter is sharded, its full value and gradient are assembled from all shards by
-    summing tensors that are zero outside each rank's own part. The sum is bit-exact.
+    summing tensors that are zero outside each rank's own range. The sum is bit-exact.
     """
 
     def __init__(self, stage: Stage, name: str) -> None:
@@ -58,11 +58,11 @@ class Tied:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the parameter requires gradients."""
+        """True if the parameter requires gradients."""
         return self.holder().requires_grad
 
     def room(self) -> torch.Tensor:
-        """Allocate memory for the value or gradient of another stage's copy."""
+        """Allocate a tensor for the value or gradient of another stage's copy."""
         shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return torch.empty_like(self._parameter(), requires_grad=False)
@@ -76,7 +76,7 @@ class Tied:
         return self._gathered(shard.data)
 
     def set_value(self, value: torch.Tensor) -> None:
-        """Set the parameter to a full value; if it is sharded, store only this rank's part."""
+        """Set the parameter to a full value; if it is sharded, store only this rank's range."""
         shard = shards(self._stage.module).get(self.name)
         with torch.no_grad():
             if shard is None:

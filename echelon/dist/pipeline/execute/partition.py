@@ -127,7 +127,7 @@ def _named(
 
 
 def _cuts(costs: list[float], num_parts: int) -> list[int]:
-    """Find where to cut, by dynamic programming over (parts, layers)."""
+    """Return the first layer of each part except part 0, by dynamic programming."""
     total = [0.0, *accumulate(costs)]
     num = len(costs)
     # best[n]: the highest cost among the parts of the first n layers; cut[k][n]: where the last

@@ -65,9 +65,9 @@ class Pipeline:
         loss_fn: called with the last stage's output and the targets; returns a scalar. None if the
             last stage's output is the loss.
         ties: the parameters that stages share, each as `["0:token.weight", "3:head.weight"]`.
-        replicas: ranks that run equal stages on different data; gradients of unsharded parameters
-            are averaged among them. None if there are no replicas, or if all parameters are
-            sharded.
+        replicas: ranks that run identical stages on different data; gradients of unsharded
+            parameters are averaged over them. None if there are no replicas, or if all parameters
+            are sharded.
 
     The constructor is collective: every rank of the group must call it with the same arguments, and
     it blocks until all ranks have done so, within the group's timeout. If a step fails on one rank,
@@ -135,7 +135,7 @@ class Pipeline:
 
     @cached_property
     def module(self) -> StageModules:
-        """This rank's stages as one module with the whole model's names, for checkpoints.
+        """This rank's stages as one module with the names of the whole model, for checkpoints.
 
         A checkpoint's state may contain the pipeline itself: `save(path, {"model": pipe})`.
         """
@@ -143,7 +143,7 @@ class Pipeline:
 
     @property
     def replicas(self) -> ProcessGroup | None:
-        """The ranks that run equal stages on different data."""
+        """The ranks that run identical stages on different data, or None."""
         return self._replicas
 
     @property
@@ -162,12 +162,12 @@ class Pipeline:
 
     @property
     def has_first(self) -> bool:
-        """Whether this rank holds the first stage, which receives the inputs."""
+        """True if this rank holds the first stage, which receives the inputs."""
         return self.stages[0].is_first
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank holds the last stage, which computes the losses."""
+        """True if this rank holds the last stage, which computes the losses."""
         return self.stages[-1].is_last
 
     def step(
@@ -227,8 +227,8 @@ class Pipeline:
         Args:
             inputs: on the first stage's rank, the tensors of each micro-batch.
             targets: on the last stage's rank, the tensors of each micro-batch's targets.
-            listener: an object that seeds the RNGs before each forward pass, and
-                removes the gradients from `.grad` after each backward pass.
+            listener: an object that sets the RNG state before each forward pass, and removes the
+                gradients from `.grad` after each backward pass.
 
         Returns:
             On the last stage's rank, the loss of each micro-batch; an empty list on other ranks.
@@ -309,7 +309,10 @@ class Pipeline:
         return ending_on_failure(call, next(self._numbers), rank, self._fail)
 
     def _fail(self) -> Iterator[ProcessGroup]:
-        """Prevent further steps, since the channels still contain messages from the failed step."""
+        """Prevent further steps, and return the groups to end.
+
+        The channels still contain messages of the failed step.
+        """
         self._failed = True
         for stage in self.stages:
             stage.forget()

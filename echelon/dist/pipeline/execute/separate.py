@@ -49,7 +49,9 @@ class Listener(Protocol):
 
 
 class SeparateStep(Step):
-    """A step on one rank. Sharded stages must already be gathered; gradients are not reduced.
+    """A step on one rank that keeps the gradients of different micro-batches separate.
+
+    Sharded stages must already be gathered. Gradients are not reduced.
 
     Args:
         stages: see `Step`.

@@ -1,8 +1,8 @@
-"""Wrap a torch module that is one part of the model, and run its computations.
+"""Wrap a torch module as a pipeline stage, and run its computations.
 
 A stage receives each of the previous stage's tensors as a separate argument, and returns one or
-more tensors. Autograd's graph is cut between two stages: the inputs are new leaves, and their
-gradients are returned to the previous stage.
+more tensors. Each stage has its own autograd graph: its inputs are leaves, and their gradients are
+returned to the previous stage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Saved:
 
 
 class Stage:
-    """One part of a model.
+    """One stage of a model.
 
     Args:
         module: called with the previous stage's outputs or, in the first stage, with the
@@ -71,12 +71,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage takes the model's input."""
+        """True if the stage takes the model's input."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage produces the model's output."""
+        """True if the stage produces the model's output."""
         return self.index == self.num_stages - 1
 
     @property
@@ -112,7 +112,7 @@ class Stage:
         return _taken(saved.inputs)
 
     def input_half(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> Tensors:
-        """Run the half of a backward pass that the previous stage waits for; see `backward`."""
+        """Run the first half of a backward pass, which computes input gradients; see `backward`."""
         saved = self._saved[microbatch]
         if saved.roots:
             saved.weights = run_input_half(saved.roots, gradients, saved.inputs)
@@ -120,7 +120,7 @@ class Stage:
         return _taken(inputs)
 
     def weight_half(self, microbatch: int) -> None:
-        """Run the second half of a backward pass: the half that computes the weights' gradients."""
+        """Run the second half of a backward pass, which computes weight gradients."""
         saved = self._saved.pop(microbatch)
         if saved.weights is None:
             return

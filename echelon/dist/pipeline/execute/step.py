@@ -1,4 +1,4 @@
-"""Execute one rank's row of the plan for one batch.
+"""Execute one rank's row of a plan for one batch.
 
 The black box records each computation as a `compute` span with the action's text (`1F3`), and each
 wait for another rank as a `pipeline` span that names the awaited data and its sender. The analysis
@@ -31,7 +31,7 @@ class Step:
         exchange: the exchange with other ranks.
         loss_fn: see `Pipeline`.
         inputs, targets: the inputs and targets of each micro-batch; empty on ranks without them.
-        num_microbatches: the number of micro-batches of the whole batch.
+        num_microbatches: the number of micro-batches in the batch.
         seed: the gradient of each micro-batch's loss; None to run only forward passes.
     """
 

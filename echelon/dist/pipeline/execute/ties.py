@@ -1,4 +1,4 @@
-"""Tie parameters that several stages share, such as an embedding that is also the output layer.
+"""Keep tied parameters equal across stages, such as an embedding used as the output layer too.
 
 Each stage has a copy, and all copies start with the first stage's value. At the end of each step,
 every copy gets the same gradient: the sum of the stages' gradients, added in the order of the
@@ -20,7 +20,7 @@ from echelon.dist.pipeline.execute.stage import Stage
 
 
 class Ties:
-    """All ties of a pipeline, with this rank's copies."""
+    """All tied parameters of a pipeline, with this rank's copies."""
 
     def __init__(
         self,
@@ -31,21 +31,22 @@ class Ties:
         """Find this rank's copies.
 
         Args:
-            ties: the copies of each tie, as `stage:parameter`.
+            ties: the copies of each tied parameter, as `stage:parameter`.
             stages: this rank's stages.
             rank_of_stage: the group rank that holds each stage.
 
         Raises:
-            ValueError: a copy does not exist, or a tie names one stage twice.
+            ValueError: a copy does not exist, is the only copy of its parameter, or is in the same
+                stage as another copy.
         """
         self._ties = [_Tie(tie, stages, rank_of_stage) for tie in ties]
 
     def __len__(self) -> int:
-        """Return the number of ties."""
+        """Return the number of tied parameters."""
         return len(self._ties)
 
     def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
-        """Open a channel to every rank with a copy, and set all copies to the first stage's value.
+        """Open channels to ranks with other copies, and set all copies to the first stage's value.
 
         The method blocks until those ranks have done the same.
 
@@ -62,7 +63,7 @@ class Ties:
             tie.begin(group.rank, channels)
 
     def trained(self) -> list[list[tuple[str, bool]]]:
-        """Return, for each tie, the name of each local copy and whether it requires gradients."""
+        """Return each tied parameter's local copies as (name, whether it requires gradients)."""
         return [
             [(f"{stage}:{tied.name}", tied.is_trained) for stage, tied in tie.mine.items()]
             for tie in self._ties

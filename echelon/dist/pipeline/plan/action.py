@@ -1,13 +1,13 @@
-"""Define the actions of a schedule and their text, such as `2F0`.
+"""The actions of a schedule and their text form, such as `2F0`.
 
 `2F0` is the forward pass of micro-batch 0 in stage 2. The text format is the same as in PyTorch's
 pipelining, so that schedules can be exchanged with PyTorch:
 
     2F0  2B0             forward and full backward of micro-batch 0 in stage 2
-    2I0  2W0             the backward in two parts: gradients of the inputs, of the weights
+    2I0  2W0             the backward in two halves: input gradients, weight gradients
     (0F4;3B1)OVERLAP_F_B several computations whose communication may overlap
-    1SEND_F3  2RECV_F3   stage 1's output of micro-batch 3 goes to stage 2
-    2SEND_B3  1RECV_B3   its gradient goes back to stage 1
+    1SEND_F3  2RECV_F3   stage 1's output for micro-batch 3 is sent to stage 2
+    2SEND_B3  1RECV_B3   its gradient is returned to stage 1
     1UNSHARD  1RESHARD  1REDUCE_GRAD   actions of a sharded stage around its computations
 
 An action defines what is done, and for which micro-batch. Its position in a row determines when.
@@ -68,7 +68,7 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action computes something, rather than moving data or parameters."""
+        """True if the action computes something, rather than moving data or parameters."""
         return self.kind in COMPUTE
 
     @property
@@ -135,12 +135,12 @@ def backward(stage: int, microbatch: int) -> Action:
 
 
 def input_grad(stage: int, microbatch: int) -> Action:
-    """Return the action for the half of a backward pass that the previous stage needs."""
+    """Return the action for the input gradients, which the previous stage needs."""
     return Action(stage, Kind.INPUT_GRAD, microbatch)
 
 
 def weight_grad(stage: int, microbatch: int) -> Action:
-    """Return the action for the half of a backward pass that no other rank needs."""
+    """Return the action for the weight gradients, which no other rank needs."""
     return Action(stage, Kind.WEIGHT_GRAD, microbatch)
 
 

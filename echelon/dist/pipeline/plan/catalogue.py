@@ -1,4 +1,4 @@
-"""Create a schedule's plan from the schedule's name."""
+"""Create the plan of a schedule, given its name."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ NAMES = ("gpipe", "1f1b", *_CHUNKED, "zbv", "dualpipev")
 def schedule(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
 ) -> Plan:
-    """Return the plan of a schedule.
+    """Return the plan of a named schedule.
 
     Args:
-        name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
+        name: one of gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv and
+            dualpipev.
         num_ranks: the number of ranks in the pipeline, 1 or more.
         num_microbatches: the number of micro-batches, 1 or more; may be smaller than the number of
             ranks or stages.

@@ -1,4 +1,4 @@
-"""Check whether a plan can be executed, and locate any fault.
+"""Check that a plan can be executed; if not, raise an error that locates the fault.
 
 The checks are meant for plans that were written by hand.
 """
@@ -16,7 +16,7 @@ _Place = tuple[int, int]  # rank, index in its row
 
 
 def check_plan(plan: Plan) -> None:
-    """Check that a plan is complete, in a valid order and free of deadlock.
+    """Check that a plan is complete, in a valid order and free of deadlocks.
 
     Raises:
         PlanError: the plan is invalid; the error names the row and column, both from 0.
@@ -103,7 +103,7 @@ def _check_one(index: _Index, stage: int, microbatch: int, row: list[Action]) ->
 
 
 def _check_order(plan: Plan, index: _Index) -> None:
-    """Check the order of actions in a rank, such as each forward pass before its backward pass."""
+    """Check that each computation follows those on the same rank whose results it needs."""
     for rank, row in enumerate(plan.rows):
         own = {thing: action for action in computations(row) for thing in makes(action)}
         made = set()
@@ -176,7 +176,7 @@ def _backward(message: Action, index: _Index) -> Action:
 
 
 def _check_sharding(plan: Plan) -> None:
-    """Check that stages compute only with gathered parameters, if the plan shards them."""
+    """Check that a row with sharding actions computes only with gathered parameters."""
     for rank, row in enumerate(plan.rows):
         if not any(action.kind in SHARDING for action in row):
             continue

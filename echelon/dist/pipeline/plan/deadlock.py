@@ -1,8 +1,9 @@
 """Detect deadlocks between ranks that execute their rows in order, and find the cause.
 
-There are two machine models. With asynchronous messages, as in echelon's executor, an action waits
-only for the data it needs. `rendezvous` is the strictest possible model: a send and its receive
-block both ranks until the two meet. A plan that runs in the strictest model runs anywhere.
+There are two execution models. With asynchronous messages, as in echelon's executor, an action
+waits only for the data that it needs. `rendezvous` is the strictest possible model: a send and its
+receive each block their rank until the other is reached. A plan that completes in the strictest
+model completes in any model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _COUNTERPART = {
 
 
 def counterpart(message: Action) -> Action:
-    """Return the other end of a send or receive."""
+    """Return the receive that matches a send, or the send that matches a receive."""
     kind, step = _COUNTERPART[message.kind]
     return Action(message.stage + step, kind, message.microbatch)
 
@@ -30,7 +31,7 @@ def find_deadlock(plan: Plan, *, rendezvous: bool = False) -> PlanError | None:
 
     Args:
         plan: the plan, with messages if `rendezvous` is set; otherwise messages are ignored.
-        rendezvous: whether sends and receives block both ends until they meet.
+        rendezvous: whether a send and its receive each block until the other is reached.
     """
     machine = _Machine(plan, rendezvous)
     return machine.why() if machine.run() else None
@@ -65,7 +66,7 @@ class _Machine:
         return any(self._here(rank) for rank in range(self._plan.num_ranks))
 
     def why(self) -> PlanError:
-        """Follow the chain of waits from a stopped rank to a cycle or a dead end."""
+        """Follow a blocked rank's chain of waits; return the error for its cycle or dead end."""
         rank = next(r for r in range(self._plan.num_ranks) if self._here(r))
         seen: list[int] = []
         while rank not in seen:
@@ -115,7 +116,7 @@ class _Machine:
         return True
 
     def _lack(self, rank: int) -> tuple[str, int]:
-        """Return what a stopped rank is waiting for, and the rank that must provide it.
+        """Return what a blocked rank is waiting for, and the rank that must provide it.
 
         The rank is -1 if no other rank can provide it.
         """

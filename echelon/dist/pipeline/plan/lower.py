@@ -1,9 +1,9 @@
 """Lower a plan of computations by adding messages and sharding actions.
 
 [Note: one order for all messages] Both ends of a message are added to their rows at the same time
-in a simulated run. Every row is therefore part of one overall order, in which a send and its
-receive are adjacent. Ranks that follow that order cannot wait for each other in a cycle, even if a
-send blocks until its receiver has joined.
+in a simulated execution. All rows therefore follow one total order, in which a send and its receive
+are adjacent. Ranks that follow that order cannot wait for each other in a cycle, even if a send
+blocks until its receiver has joined.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_messages(plan: Plan) -> Plan:
 
 
 def order_messages(plan: Plan) -> Plan:
-    """Return the plan with its messages in one overall order (see the module's note).
+    """Return the plan with its messages in one total order (see the module's note).
 
     Messages that the plan already has are replaced.
     """
@@ -57,8 +57,9 @@ def order_messages(plan: Plan) -> Plan:
 def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
     """Return the plan with sharding actions added, for stages whose parameters are sharded.
 
-    A stage's parameters are gathered one computation before their use, and are released unless they
-    will be needed again soon. The stage's gradients are reduced once, after its last backward pass.
+    A stage's parameters are gathered one computation before their use, and are released afterwards
+    unless they are needed again soon. The stage's gradients are reduced once, after its last
+    backward pass.
 
     Args:
         plan: a plan with or without messages; a plan that has sharding actions is returned

@@ -1,8 +1,10 @@
-"""Define the dependencies of each computation, which determine the order of training.
+"""The dependencies between computations, which every valid order respects.
 
-    forward of stage s        the forward of s - 1
-    backward of stage s       the forward of s, and the backward or input gradients of s + 1
-    weight gradients of s     the input gradients of s
+Each computation on the left needs the results on the right:
+
+    forward of stage s            the forward of stage s - 1
+    backward of stage s           the forward of stage s; the backward or input gradients of s + 1
+    weight gradients of stage s   the input gradients of stage s
 
 All dependencies are within the same micro-batch. Data is passed as a message if the two stages are
 on different ranks.
@@ -17,7 +19,7 @@ from echelon.dist.pipeline.plan.action import Action, Kind
 
 
 class Product(str, Enum):
-    """The kinds of products that computations make."""
+    """The kinds of results that computations produce."""
 
     OUTPUT = "output"  # of a forward, for the next stage
     INPUT_GRAD = "input gradient"  # of a backward, for the stage before
@@ -25,7 +27,7 @@ class Product(str, Enum):
 
 
 class Thing(NamedTuple):
-    """A product that one computation makes and other computations need."""
+    """A result that one computation produces and other computations need."""
 
     product: Product
     stage: int
@@ -41,7 +43,7 @@ _MAKES = {
 
 
 def makes(action: Action) -> list[Thing]:
-    """Return the products of a computation."""
+    """Return the results that a computation produces."""
     return [
         Thing(product, part.stage, part.microbatch)
         for part in action.computations
@@ -50,9 +52,9 @@ def makes(action: Action) -> list[Thing]:
 
 
 def needs(action: Action, num_stages: int) -> list[Thing]:
-    """Return the products that a computation needs before it begins.
+    """Return the results that a computation needs before it can begin.
 
-    An overlap can begin only once all its parts have the products that they need.
+    An overlap can begin only once the results that all its parts need are available.
     """
     return [thing for part in action.computations for thing in _needs(part, num_stages)]
 

@@ -1,4 +1,4 @@
-"""Define the plan, which is plain data: one row per rank, with the rank's actions in order.
+"""The plan, which is plain data: one row per rank, with the rank's actions in order.
 
 A plan contains computations. It may also contain messages and sharding actions; if it does not,
 `lower.py` adds them. A plan does not contain times. The order across ranks follows from the rows
@@ -20,7 +20,7 @@ _IDLE = ("", "None")
 
 
 class PlanError(ValueError):
-    """A plan cannot be executed; `row` and `column` locate the fault, both counted from 0.
+    """The error for an invalid plan; `row` and `column`, both from 0, locate the fault.
 
     Example:
         >>> try:
@@ -82,7 +82,7 @@ class Plan:
         return tuple(sorted({action.stage for action in computations(self.rows[rank])}))
 
     def place(self, rank: int, index: int) -> tuple[int, int]:
-        """Return the position of an action in its file as (row, column)."""
+        """Return the position of an action in the plan's file as (row, column)."""
         return rank, self.columns[rank][index] if self.columns else index
 
     def to_csv(self) -> str:

@@ -1,1 +1,1 @@
-"""Simulate a plan's cost, draw the plan, and search for a cheap plan; torch is not needed."""
+"""Simulate and draw plans, and search for the fastest plan. Torch is not needed."""

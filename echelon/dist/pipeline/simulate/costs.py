@@ -1,4 +1,4 @@
-"""Define the costs in a simulation: durations, link speeds and activation sizes.
+"""The costs in a simulation: durations, link speeds and activation sizes.
 
 Any unit of time can be used, as long as all costs use the same unit.
 """
@@ -45,10 +45,11 @@ class Costs:
     activation_bytes: PerStage = 0.0
 
     def check(self, num_stages: int) -> None:
-        """Check that all numbers are present and non-negative.
+        """Check the number and the sign of all values.
 
         Raises:
-            ValueError: a number is missing or negative.
+            ValueError: the number of values is not `num_stages`, a value is negative, or the
+                bandwidth is 0.
         """
         for name, value in vars(self).items():
             if value is None:
@@ -83,5 +84,5 @@ class Costs:
 
 
 def of_stage(value: PerStage, stage: int) -> float:
-    """Return the number that applies to a given stage."""
+    """Return the value for a given stage."""
     return float(value) if isinstance(value, int | float) else float(value[stage])

@@ -1,9 +1,10 @@
-"""Create a fitted schedule, in which a free rank always takes the most urgent action that can run.
+"""Create a fitted schedule, in which an idle rank always runs the most urgent action that is ready.
 
-Input gradients are the most urgent actions because they free memory. Forward passes follow, as far
-as memory allows. Weight gradients fill idle time, and come first when memory is short. The schedule
-is the order of a simulated run, so it cannot deadlock. It may beat the named schedules if the
-stages differ in cost.
+Input gradients are the most urgent, because earlier stages wait for them, and so do the weight
+gradients that free memory. Forward passes follow, as far as memory allows. Weight gradients fill
+idle time, and run before forward passes if memory is short. The schedule is the order of a
+simulated execution, so it cannot deadlock. It may beat the named schedules if the stages differ in
+cost.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from echelon.dist.pipeline.simulate.costs import Costs, of_stage
 def fitted(
     rank_of_stage: Sequence[int], num_microbatches: int, costs: Costs, memory_bytes: float
 ) -> list[list[Action]] | None:
-    """Return the rows of the schedule, or None if there is too little memory to make progress.
+    """Return the rows of the schedule, or None if memory is too small to make progress.
 
     Args:
         rank_of_stage: the rank that holds each stage.
         num_microbatches: the number of micro-batches, 1 or more.
         costs: the costs of each stage.
-        memory_bytes: the limit on each rank's activations.
+        memory_bytes: the limit on each rank's activations, in bytes.
     """
     ranks = [_Rank(rank, rank_of_stage, num_microbatches, costs, memory_bytes)
              for rank in range(max(rank_of_stage) + 1)]  # fmt: skip
@@ -47,7 +48,7 @@ def fitted(
 
 
 class _Rank:
-    """The state of one rank in the simulated run."""
+    """The state of one rank in the simulated execution."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class _Rank:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the rank has computations left."""
+        """True if the rank has computations left."""
         return any(self._left.values())
 
     def choose(self, there: dict[Thing, tuple[float, int]], now: float) -> Action | None:
@@ -91,7 +92,7 @@ class _Rank:
         return None
 
     def take(self, action: Action, now: float) -> None:
-        """Carry out an action."""
+        """Append an action to the row, and account for its duration and memory."""
         self.row.append(action)
         self._left[action.kind].remove(action)
         self.free_at = now + self._costs.duration(action)

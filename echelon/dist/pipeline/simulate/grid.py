@@ -56,7 +56,7 @@ def _column(slots: list[Slot], num_lines: int, step: float, origin: float) -> li
 
 
 def draw_summary(simulation: Simulation) -> str:
-    """Return two lines of text: the plan's key figures, and its critical path."""
+    """Return three lines of text: the plan's size, its key figures, and its critical path."""
     plan = simulation.plan
     peaks = ", ".join(str(peak) for peak in simulation.peak_activations)
     path = simulation.critical_path

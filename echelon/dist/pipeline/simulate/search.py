@@ -1,7 +1,7 @@
-"""Use simulation to find the best schedule for measured costs and a memory limit.
+"""Search for the fastest schedule within a memory limit, by simulation with given costs.
 
 The search tries the named schedules with their possible numbers of chunks, and a fitted schedule
-for each way of placing the stages (`simulate/fitted.py`).
+for each placement of the stages (`simulate/fitted.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The cost of one rank's share of the model for a whole batch, in any unit of time.
+    """The cost of one rank's layers for a whole batch, in any unit of time.
 
     Attributes:
-        forward, input_grad, weight_grad: durations for the rank's share and the whole batch,
+        forward, input_grad, weight_grad: durations for the rank's layers and the whole batch,
             measured or estimated.
         overhead: the additional cost of each action, independent of its size.
-        activation_bytes: number of bytes that the rank's share keeps for the whole batch.
-        message_bytes: size of the batch's messages between two ranks.
+        activation_bytes: number of bytes that the rank's layers keep for the whole batch.
+        message_bytes: size of a stage's output for the whole batch, and of its gradient.
         latency, bandwidth: the latency and bandwidth of a link between two ranks.
     """
 
@@ -71,8 +71,8 @@ def search(
     Args:
         num_ranks: the number of ranks in the pipeline.
         microbatches: the numbers of micro-batches to try.
-        load: the cost of a rank's share.
-        memory_bytes: the limit on each rank's activations.
+        load: the cost of one rank's layers.
+        memory_bytes: the limit on each rank's activations, in bytes.
         max_chunks: the maximum number of stages per rank.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Simulate a plan's cost: when actions run, idle time, memory, and the critical path.
+"""Simulate a plan's execution: start and end times, idle time, memory, and the critical path.
 
 Every rank executes its row in order; an action begins once its rank is free and everything that it
 needs has arrived. Messages are asynchronous and overlap with computations, as in `run.py`. The
-simulation is deterministic, because the rows determine all times.
+rows and the costs determine all times, so the simulation is deterministic.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ def simulate(
     *,
     costs: Costs | None = None,
 ) -> Simulation:
-    """Compute when a plan's actions run.
+    """Simulate a plan's execution.
 
     Args:
-        plan: any plan. Its messages and sharding actions take no time.
+        plan: any plan. Its message and sharding actions are ignored; the times of messages follow
+            from `costs`.
         forward: the cost of one chunk's forward pass, as one number for all stages or one per
             stage.
         input_grad: cost of the gradient of one chunk's input.
@@ -154,7 +155,7 @@ class _Clock:
         return True
 
     def _there(self, thing: Thing, rank: int) -> float:
-        """Return the time at which a product is available on a rank."""
+        """Return the time at which a result is available on a rank."""
         maker, position = self._made[thing]
         return self._slots[rank][position].end if maker == rank else self._arrival[thing]
 

@@ -9,7 +9,7 @@ from echelon.dist.pipeline.simulate.simulator import Simulation
 
 
 def draw_trace(simulation: Simulation, us_per_unit: float = 1000.0) -> str:
-    """Return the trace as JSON text: one thread per rank, and an arrow for each message.
+    """Return the trace as JSON text: one thread per rank, one arrow per awaited message.
 
     Args:
         simulation: the simulation to show.

@@ -77,7 +77,7 @@ class Exchange:
         routes: this rank's routes.
         links: this rank's links to its peers.
         device: the device of this rank's stages.
-        backward: whether gradients are sent.
+        backward: whether gradients are exchanged too.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Exchange:
         self.want([thing for action in actions for thing in self._routes.needed(action)])
 
     def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
-        """Send the result of a computation: a stage's outputs, or the gradients of its inputs."""
+        """Deliver a computation's result: a stage's outputs, or the gradients of its inputs."""
         to = self._routes.destination(thing)
         assert to is not None, thing
         if to == self._routes.rank:
@@ -149,7 +149,7 @@ class Exchange:
             return incoming.take(thing)
 
     def finish(self) -> None:
-        """Block until everything has been sent.
+        """Block until all sends have completed.
 
         Raises:
             CollectiveError: a receiver was lost or did not receive within the group's timeout.
@@ -164,7 +164,7 @@ class Exchange:
 
 
 def received(message: Action) -> Thing:
-    """Return the output or gradient that a plan's receive action obtains."""
+    """Return the output or gradient that a RECV_F or RECV_B action receives."""
     if message.kind is Kind.RECV_F:
         return Thing(Product.OUTPUT, message.stage - 1, message.microbatch)
     assert message.kind is Kind.RECV_B, message

@@ -80,7 +80,7 @@ class Header:
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
-    """Return a description of each of the tensors.
+    """Return the `Spec` of each tensor.
 
     Raises:
         ValueError: there are too many tensors, or a tensor has too many dims or a dtype that cannot

@@ -3,9 +3,9 @@
 A channel's messages arrive in the order of the peer's row in the plan. Receives are posted in the
 same order, a few computations before the data is needed.
 
-A receive for outputs can be posted before the header has arrived, because both ends remember the
-size from the previous step. Outputs that turn out to be larger take one more message. In the first
-step, a receive waits for its header.
+A receive for outputs can be posted before the header has arrived, because both ends keep the size
+from the previous step. Outputs that are larger in this step need one more message. In the first
+step, a receive can be posted only once its header has arrived.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from echelon.dist.work import Work
 
 @dataclass
 class _Arrival:
-    """The receives for one thing (see `Thing`).
+    """The receives for one result (see `Thing`).
 
     Attributes:
-        works: the receives for the thing's data.
+        works: the receives for the result's data.
         header: for outputs, the receive of the header and its buffer.
         specs: the contents of the header, once it has been read.
         payload: for outputs, the buffer of the payload.
@@ -172,7 +172,7 @@ class Incoming:
         return self._link.received.get((thing.stage, thing.microbatch))
 
     def _post(self, thing: Thing) -> bool:
-        """Post the receives for the data of a result, if the sizes are known."""
+        """Post the receives for a result's data; return False if the sizes are not yet known."""
         if thing.product is not Product.OUTPUT:
             return self._post_gradients(thing)
         arrival = self._arrivals[thing]

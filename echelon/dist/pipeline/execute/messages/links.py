@@ -45,7 +45,7 @@ class Link:
 def open_links(
     group: ProcessGroup, name: str, peers: Iterable[int], device: torch.device
 ) -> dict[int, Link]:
-    """Open channels to peers, which must do the same; block until devices are connected.
+    """Open channels to peers, which must do the same; on a device, block until connected.
 
     Args:
         group: the pipeline's ranks.
@@ -71,7 +71,7 @@ def open_links(
 
 
 def connect(channels: Iterable[Channel], device: torch.device) -> None:
-    """Connect all of a device's channels at once, so that their order may differ between ranks."""
+    """Connect channels on a device, all at once, so that their order may differ between ranks."""
     like = torch.empty(1, device=device)
     for opening in [channel.open(like, async_op=True) for channel in channels]:
         assert opening is not None

@@ -66,7 +66,7 @@ class Outgoing:
 
     @property
     def is_done(self) -> bool:
-        """Return whether all sends have completed."""
+        """True once all sends have completed."""
         return all(work.done for work in self._sent)
 
     def finish(self) -> None:

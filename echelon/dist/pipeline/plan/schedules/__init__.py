@@ -1,1 +1,1 @@
-"""Define the schedules: pure functions from (ranks, micro-batches, chunks) to rows."""
+"""The schedules: pure functions from (ranks, micro-batches, chunks) to rows."""

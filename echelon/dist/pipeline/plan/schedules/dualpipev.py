@@ -2,11 +2,11 @@
 
 Rank r holds stages r and 2p - 1 - r. In the steady state, each action combines a forward pass and a
 backward pass, and the communication of one is hidden behind the computation of the other. Backward
-passes are split only near the beginning and the end of the schedule. (The schedule is DeepSeek's
-DualPipe, cut in half as Sea AI Lab proposed.)
+passes are split only near the beginning and the end of the schedule. (Sea AI Lab derived the
+schedule from DeepSeek's DualPipe by a "cut-in-half" procedure.)
 
 The schedule is regular for 2p or more micro-batches. With fewer micro-batches, the order for 2p
-micro-batches is used, and the missing micro-batches are left out.
+micro-batches is used, and the surplus micro-batches are left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GPipe: every forward pass, then every backward pass.
 
-GPipe is the simplest schedule and needs the most memory, because all micro-batches are alive at
-once.
+GPipe is the simplest schedule and needs the most memory, because the activations of all
+micro-batches are held at once.
 """
 
 from __future__ import annotations

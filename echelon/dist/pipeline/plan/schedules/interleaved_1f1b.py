@@ -1,8 +1,8 @@
 """Interleaved 1F1B: each rank holds several chunks, which shortens the bubble.
 
 Rank r holds stages r, r + p, r + 2p, ... Before its first backward pass, a rank runs one round of
-forward passes for each of its chunks except the last. It also runs two more forward passes for each
-later rank, because a micro-batch passes to the last rank and back.
+forward passes for each of its chunks except the last. It then runs one more forward pass,
+and two for each later rank, because a micro-batch passes to the last rank and back.
 """
 
 from __future__ import annotations

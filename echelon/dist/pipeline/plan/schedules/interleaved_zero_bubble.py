@@ -1,8 +1,9 @@
 """Interleaved zero bubble: interleaved 1F1B with the backward pass in two halves.
 
-Other ranks wait only for input gradients, so weight gradients can fill the gaps. Rank r defers r
-weight gradients, which fill the gaps at the end. Each rank holds the activations of at most (chunks
-x ranks) micro-batches.
+Other ranks wait only for input gradients, so weight gradients can fill idle time. Weight gradients
+on rank r lag r computations behind the input gradients; the last r of them fill the idle time at
+the end. If the number of micro-batches is a multiple of the number of ranks, each rank holds the
+activations of at most (chunks x ranks) pairs of stage and micro-batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""1F1B: each rank runs a backward pass as soon as it can, and then one more forward pass.
+"""1F1B: each rank runs a backward pass as soon as it can, and then the next forward pass.
 
-The bubble is the same as in GPipe, but rank r of p holds at most p - r micro-batches.
+The bubble is the same as in GPipe, but rank r of p holds the activations of at most p - r
+micro-batches.
 """
 
 from __future__ import annotations

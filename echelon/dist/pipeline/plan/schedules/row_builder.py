@@ -1,4 +1,4 @@
-"""Build a row and count its actions, so that a schedule only has to name stages.
+"""Build a row and number its micro-batches, so that a schedule only has to name stages.
 
 Micro-batches pass through a stage in order. The number of actions of one kind in the row is
 therefore also the index of the next micro-batch for that kind.
@@ -33,7 +33,7 @@ class RowBuilder:
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
-        """Return whether the row still lacks weight gradients that a stage has deferred."""
+        """Return whether the row still lacks deferred weight gradients of a stage."""
         return any(owed == stage for owed, _ in self._owed)
 
     def forward(self, *stages: int) -> None:
@@ -73,7 +73,7 @@ class RowBuilder:
 
 
 def kept(action: Action, num_microbatches: int) -> list[Action]:
-    """Drop the computations of micro-batches that do not exist, including parts of overlaps."""
+    """Return `[action]` without the micro-batches that do not exist, or [] if nothing remains."""
     parts = [part for part in action.computations if part.microbatch < num_microbatches]
     if action.kind is not Kind.OVERLAP:
         return parts

@@ -1,12 +1,13 @@
 """ZBV: two chunks per rank in a V, with the backward pass in two halves.
 
 Rank r holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of the V,
-and rank 0 holds both ends. If forward, input gradients and weight gradients take equal time, ranks
-idle only during the ramp of p - 1 chunks, and no rank holds more activations than rank 0 does in
-1F1B. (The schedule is from Qi et al., "Pipeline Parallelism with Controllable Memory".)
+and rank 0 holds both ends. If a chunk's forward, input gradients and weight gradients take equal
+time, each rank idles only for the time of p - 1 chunk forwards, and no rank holds more activations
+than rank 0 does in 1F1B. (The schedule is from Qi et al., "Pipeline Parallelism with Controllable
+Memory".)
 
-The schedule is regular for 2p - 1 or more micro-batches. With fewer micro-batches, the order for 2p
-- 1 micro-batches is used, and the missing micro-batches are left out.
+The schedule is regular for 2p - 1 or more micro-batches. With fewer micro-batches, the order for
+2p - 1 micro-batches is used, and the surplus micro-batches are left out.
 """
 
 from __future__ import annotations
