@@ -332,7 +332,10 @@ class Training(Generic[_T]):
         self._note(target, repeats=repeats)
 
     def _note_begun(self) -> None:
-        """Report that this rank is ready for the first step, to the launcher and in the store."""
+        """Report to the launcher and in the store that this rank is ready for the first step.
+
+        The entry in the store survives the loss of this rank's node.
+        """
         if self._note(self._first):
             self._epochs.note_begun()
 
