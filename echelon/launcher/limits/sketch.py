@@ -20,7 +20,7 @@ _UNIT_NS = 1000.0  # the upper edge of the first bucket
 
 
 class Sketch:
-    """Counts of durations, by bucket."""
+    """The number of durations in each bucket."""
 
     __slots__ = ("_counts", "num")
 
