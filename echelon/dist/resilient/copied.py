@@ -82,7 +82,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def _keep_rest(self, turn: int) -> None:
-        """Copy the rest of the state into this rank's own memory, over state `turn` (0 or 1)."""
+        """Copy the rest of the state into slot `turn` (0 or 1) of this rank's own memory."""
 
     @abstractmethod
     def restore_rest(self, step: int | None) -> None:
@@ -305,7 +305,7 @@ class CopiedState(ABC):
 def _calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's step calls its hooks.
 
-    A class that wraps another optimizer and does not call `Optimizer.__init__` may not call hooks.
+    A class that wraps another optimizer might not, if it does not call `Optimizer.__init__`.
     """
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     return hooks is not None and getattr(type(optimizer).step, "hooked", False)

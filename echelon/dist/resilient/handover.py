@@ -1,5 +1,7 @@
 """Send the training state to a joining rank, from the lowest rank that has the state.
 
+The state is sent as these messages:
+
     head: the tree of values, in which a reference replaces each tensor, and the tensors' dtypes and
           shapes
     each tensor's elements, one message per tensor

@@ -40,7 +40,7 @@ class KeptState:
     """The state of a model, its optimizer and the random number generators at one point in time.
 
     The copy needs as much memory as the parameters, the buffers and the optimizer's state. The
-    shards of a sharded model and their optimizer state are left out; see `sharded.ShardedState`.
+    shards of a sharded model and their optimizer state are excluded; see `sharded.ShardedState`.
 
     Args:
         model: the model. Parameters that are not sharded are replicated on all ranks.

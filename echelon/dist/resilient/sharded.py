@@ -140,7 +140,7 @@ class ShardedState(CopiedState):
             unit.entry.sync = sync
 
     def restore_from(self, choice: Choice, group: ProcessGroup) -> None:
-        """Shard the model across a new world's ranks and restore their shards. Collective.
+        """Shard the model across a new world's ranks, and restore this rank's shards. Collective.
 
         Raises:
             CollectiveError: a rank was lost, or a copy cannot be read.
@@ -211,7 +211,7 @@ class ShardedState(CopiedState):
     # ---- after all copies of a shard are lost ----
 
     def restart(self, group: ProcessGroup) -> None:
-        """Shard the model across a new world's ranks; restore no values. Collective."""
+        """Shard the model across a new world's ranks without restoring values. Collective."""
         self._rest_steps = [-1, -1]
         self._forget_shards(group)
 

@@ -9,8 +9,8 @@ A history provides two limits:
 * `patience_s`: how long an operation or phase may take if earlier ones have exceeded the fixed
   limit and still completed. This limit needs only a few samples, and is bounded.
 
-The first samples do not count towards `limit_s`, because compilation, caches and connections are
-not warmed up yet.
+The first samples do not count towards `limit_s`, because they include warm-up: compilation, cold
+caches and new connections.
 """
 
 from __future__ import annotations

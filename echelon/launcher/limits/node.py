@@ -136,7 +136,7 @@ class NodeLimits:
                 rank.activity.rest(self._num_printed(number), now_ns)
 
     def rows(self) -> list[Row]:
-        """Return the known limits of all call sites and phases on this node."""
+        """Return a row for each call site and phase on this node, the most frequent first."""
         rows: dict[tuple[str, str, bool], Row] = {}
         for row in self._all_rows():
             key = row.name, row.site, row.is_span

@@ -1,4 +1,4 @@
-"""Estimate quantiles of durations in bounded memory, to within 5 % of the true value.
+"""Estimate quantiles of durations in bounded memory, less than 11 % above the true value.
 
 The sketch counts durations in buckets whose edges grow by a constant factor, as DDSketch does
 (Masson, Rim, Lee: "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error

@@ -136,7 +136,7 @@ def choose(offers: Mapping[int, Iterable[Offer]], sets: Mapping[int, Sets]) -> C
 
     Args:
         offers: the copies that each survivor can read.
-        sets: for each epoch of an offered copy, its ranks in sets that hold the same shards.
+        sets: for each epoch of the offered copies, its ranks in sets that hold the same shards.
 
     Raises:
         CopiesLostError: no state has copies of all its shards.

@@ -66,7 +66,7 @@ class Copying:
 
     @property
     def needs_decision(self) -> bool:
-        """True if the thread no longer reads this rank's state, but `decide` was not called yet."""
+        """True once the thread no longer reads this rank's state, until `decide` is called."""
         return self._has_copied.is_set() and not self._is_decided.is_set()
 
     def start(self) -> bool:
@@ -137,9 +137,7 @@ class Copying:
             raise self._late(timeout_s)
 
     def wait_until_stamped(self, timeout_s: float) -> None:
-        """Wait until the thread has stamped the copy, or skipped that if the copy is void.
-
-        Do not raise the thread's error.
+        """Wait until the thread has stamped the copy or left it void; do not raise its error.
 
         Raises:
             CollectiveError: the thread has not done so after `timeout_s`.

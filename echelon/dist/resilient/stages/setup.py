@@ -1,4 +1,4 @@
-"""The objects that train a pipeline in one world, as a program's `build` function returns them."""
+"""The objects needed to train a pipeline in one world, as returned by a program's `build`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class PipelineSetup(Generic[_T]):
-    """The objects that train a pipeline in one world; see `run_pipeline`.
+    """The objects needed to train a pipeline in one world; see `run_pipeline`.
 
     Attributes:
         pipe: the pipeline.

@@ -179,7 +179,7 @@ class StagesState(CopiedState):
         set_random_state(rest.random)
 
     def restore_from(self, choice: Choice, group: ProcessGroup) -> None:
-        """Fill the stages and the optimizer of a new world. Collective.
+        """Restore the stages and the optimizer of a new world from copies. Collective.
 
         Raises:
             ValueError: `build` put parameters with different settings into one optimizer group.

@@ -1,11 +1,11 @@
 """Train a model whose parts are on different ranks, and restore lost parts from copies.
 
 [Note: copied models] The live state of a lost rank is gone, so the survivors continue from the
-newest step for which copies of all parts exist. Each rank copies the start of a step before it ends
-the step, partly on a thread while the step computes. The collective that ends the step returns the
-step whose copies are complete on all ranks: this step or, if a copy is void, the one before. A step
-is therefore committed at least one step later than for a replicated model, and `CopiedState` keeps
-the states of two steps.
+newest step for which copies of all parts exist. Each rank copies the state at the start of a step
+before the step ends, partly on a background thread while the step computes. The collective that
+ends the step returns the newest step whose copies are complete on all ranks: this step or, if a
+copy is void, the previous one. A step is therefore committed at least one step later than for a
+replicated model, and `CopiedState` keeps the states of two steps.
 
 [Note: joining a copied model] When ranks end a step to let other ranks join, they complete the
 copies of its result before the rendezvous. The end of the step is therefore the newest state with
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class CopiedTraining(Training[_T], ABC):
-    """One call to `run` on this rank with copies; see [Note: copied models]."""
+    """One call to `run` or `run_pipeline` on this rank, with copies; see [Note: copied models]."""
 
     _state: CopiedState
 

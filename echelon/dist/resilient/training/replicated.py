@@ -194,7 +194,7 @@ class Training(Generic[_T]):
             raise error
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Make the live state the state that is restored after a loss."""
+        """Keep the live state, to be restored after a loss, and pass the result to `on_commit`."""
         self._kept = self._finished
         self._keep_or_drop(is_kept=is_kept)
         if self._kept > self._first and self._on_commit is not None:
