@@ -1,7 +1,7 @@
 """A distributed training runtime that explains itself.
 
-Import the packages you need: `echelon.dist`, `echelon.store`, `echelon.recorder`. After a plain
-`import echelon`, these are loaded on first use, so the import itself is cheap.
+Import the packages you need, such as `echelon.dist`, `echelon.store` or `echelon.recorder`. After a
+plain `import echelon`, packages are loaded on first use, so the import itself is cheap.
 """
 
 TYPE_CHECKING = False  # what type checkers take as True; importing typing takes milliseconds
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> "ModuleType":
-    """Load a package on first use."""
+    """Import and return a package on first use."""
     if name in __all__:
         from importlib import import_module
 

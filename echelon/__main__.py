@@ -1,4 +1,4 @@
-"""Run the `echelon` command as `python -m echelon`."""
+"""Support running the `echelon` command as `python -m echelon`."""
 
 import sys
 

@@ -16,9 +16,9 @@
     ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
     └── LaunchError                 a job cannot be started as requested
 
-The type depends on what is at fault: a caller's mistake is a `ValueError` or `TypeError` at the
-public boundary, a failure of the environment is one of these errors, and a bug in echelon is an
-`AssertionError`.
+The type depends on what is at fault. A caller's mistake raises a `ValueError` or `TypeError` at the
+public boundary, a failure of the environment raises one of these errors, and a bug in echelon
+raises an `AssertionError`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 
 class EchelonError(Exception):
-    """Base class of all errors that this package raises for failures other than programming errors.
+    """The base class of all errors that echelon raises, except those for programming errors.
 
     Example:
         >>> try:
@@ -43,8 +43,7 @@ class StoreError(EchelonError):
     """A store operation failed.
 
     Attributes:
-        key: the key of the operation, or the first of several keys; None if the operation has no
-            key.
+        key: the operation's key, or the first of several keys; None for an operation without keys.
         endpoint: "host:port" of the server, or the path of a file store.
 
     Example:
@@ -116,8 +115,8 @@ class CollectiveError(EchelonError):
     Attributes:
         group: the group's name.
         operation: the operation's name, such as "all_reduce".
-        sequence: the operation's number in its group, from 0.
-        ranks: the global ranks that differ, are missing or are lost.
+        sequence: the operation's sequence number in its group, from 0; -1 if it is unknown.
+        ranks: the global ranks that deviate from the others, are missing or are lost.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -219,7 +218,7 @@ class CheckpointError(EchelonError):
     """A checkpoint cannot be saved or loaded.
 
     Attributes:
-        path: the file or folder; empty if the error is not about a file or folder.
+        path: the file or folder; "" if the error does not concern a file or folder.
 
     Example:
         >>> try:

@@ -1,10 +1,10 @@
-"""Run the event loop of one node (the agent).
+"""Run the agent, which is the event loop of one node.
 
 Every node runs one agent. The agent on the node that owns the endpoint also hosts the coordinator
 and the store. Most jobs run on a single node.
 
 The agent is single-threaded, except for the gRPC links of multi-node jobs. The guard and the store
-exit when the agent exits, even if it is killed.
+exit when the agent exits, even if the agent is killed.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class _Agent:
 
     @property
     def where_rings_lie(self) -> str:
-        """A phrase that names the folder of the rings; "" if that is the run directory."""
+        """A phrase for messages that names the rings' folder; "" if it is the run directory."""
         return self._node.where_rings_lie
 
     def run(self) -> None:
@@ -305,7 +305,7 @@ class _Agent:
     def _coordinate(self) -> float:
         """Advance the failover and the coordinator, if this node runs them.
 
-        Return the time at which to call this method next.
+        Return the `time.monotonic` time at which to call this method again.
         """
         due = float("inf")
         if self._failover is not None:
@@ -323,7 +323,7 @@ class _Agent:
         self._link.send(event)
 
     def _seek(self) -> bool:
-        """Continue the search for another host, if there is one in progress.
+        """Continue the search for another host, if one is in progress.
 
         Return False once the search has failed.
         """
@@ -484,7 +484,7 @@ def _nodes(options: Options) -> str:
 
 @contextlib.contextmanager
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
-    """Catch the given signals, and write one byte to a pipe for each; yield the pipe's read end.
+    """Catch signals and write the number of each to a pipe, as a byte; yield the pipe's read end.
 
     After the context exits, these signals are ignored, so that a repeated signal cannot change the
     job's exit code.

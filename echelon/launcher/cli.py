@@ -14,7 +14,7 @@ from echelon.launcher.shortage import is_shortage
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `echelon run`; return the job's exit code, or 2 for a usage error."""
+    """Run `echelon run`; return the job's exit code, or 2 if the job cannot be started."""
     _open_standard_streams()
     options = parse(argv, os.environ)
     from echelon.launcher.agent import run  # imported late, so that `--help` is fast

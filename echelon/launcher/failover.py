@@ -1,8 +1,8 @@
-"""Let a node follow the host, and replace the host if it is lost.
+"""Make a node follow the host, and replace the host if it is lost.
 
 Each heartbeat from the host extends the permit under which this node's ranks may run. The guard
 kills the ranks when the permit expires. If the host is lost, the node takes a snapshot of its
-ranks, stops them and looks for another host. If the node itself is elected, it becomes the host.
+ranks, stops them and searches for another host. If the node itself is elected, it becomes the host.
 
     following --link lost--> seeking --another is elected--> following
                                      --elected--> taking over --lease held--> hosting
@@ -46,10 +46,10 @@ class Failover:
     """The failover logic of one node.
 
     Args:
-        hello: the greeting that this node sends to a host.
+        hello: the message with which this node introduces itself to a host.
 
     Attributes:
-        hosting: the services that this node runs as the host; None if it has not become the host.
+        hosting: the services that this node runs as the host; None until it becomes the host.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Failover:
     # ---- without one ----
 
     def lose_host(self, why: str, node: NodeAgent) -> bool:
-        """Start to look for another host; return False if the lost host cannot be replaced."""
+        """Start the search for another host; return False if the host cannot be replaced."""
         mandate = self._standby.mandate
         if mandate is None or not mandate.survives_host or mandate.member(self._hello.node) is None:
             return False
@@ -154,12 +154,12 @@ class Failover:
 
     @property
     def is_seeking(self) -> bool:
-        """Whether this node has lost its host and is looking for another."""
+        """True while this node, having lost its host, searches for another host."""
         return self._standby.candidacy is not None
 
     @property
     def has_given_up(self) -> bool:
-        """Whether this node has stopped searching because it found no majority in time."""
+        """True once the time limit of this node's search for another host has expired."""
         return self._give_up_s is not None and time.monotonic() >= self._give_up_s
 
     def deadline_s(self) -> float:
@@ -169,7 +169,7 @@ class Failover:
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue the search for a host; return a link to the new host, or None if none is found.
+        """Continue the search for a host; return a link to the new host once it is found.
 
         The new host may be this node itself.
         """
@@ -199,7 +199,7 @@ class Failover:
         )
 
     def _take_over(self, candidacy: Candidacy, mandate: Mandate) -> Link:
-        """Begin to take over as the host, and open this node's listener to the other nodes."""
+        """Begin to take over as the host, and start accepting connections from the other nodes."""
         name = self._hello.node
         member = mandate.member(name)
         assert member is not None
@@ -233,7 +233,7 @@ class Failover:
         return self.hosting.link
 
     def greet(self, link: Link, node: NodeAgent) -> None:
-        """Send this node's state to the new host."""
+        """Report this node's state to the new host."""
         if self._takeover is not None:
             link.send(replace(self._hello, holds=node.attempt))
         node.report_again()

@@ -1,7 +1,7 @@
 """Run the services of the host: the store and the coordinator.
 
-The node that owns the endpoint starts them at the beginning of the job. A node that is elected to
-replace it starts them after the election.
+The node that owns the endpoint starts these services at the beginning of the job. A node that is
+elected to replace it starts them after the election.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Hosting:
 
     Attributes:
         link: the link between this node's own agent and the coordinator.
-        server: the server that other nodes connect to. The creator of this object sets and closes
-            it.
+        server: the server that other nodes connect to; None for a single-node job. The creator of
+            this object sets and closes it.
         coordinator: the coordinator; None until `begin` is called.
     """
 
@@ -74,7 +74,7 @@ class Hosting:
         self._starting: Future[StoreProcess] | None = None
 
     def start_store(self, secret: str) -> None:
-        """Start the store, and write the job file, by which other programs find the job.
+        """Start the store, and write the job file that other programs use to find the job.
 
         Raises:
             LaunchError: the store does not start, or the job file cannot be written.
@@ -167,7 +167,7 @@ class Hosting:
             )
 
     def close(self) -> None:
-        """Stop the coordinator, the store and everything else that this object has started."""
+        """Stop the coordinator, the store and all other services that this object started."""
         if self._starting is not None:
             self._starting.add_done_callback(_close_store)
         self._stack.close()

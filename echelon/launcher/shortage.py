@@ -1,4 +1,4 @@
-"""Detect when this machine runs out of descriptors, processes, threads or memory.
+"""Detect that this machine has run out of descriptors, processes, threads, memory or disk space.
 
 gRPC, which multi-node jobs need, cannot recover once descriptors run out. The launcher therefore
 checks the descriptor limit before it starts any process.
@@ -30,9 +30,9 @@ def raise_descriptor_limit(num_ranks: int, num_links: int) -> None:
     """Raise this process's soft limit on descriptors to the hard limit.
 
     Args:
-        num_ranks: how many ranks this node runs.
-        num_links: how many connections to other nodes the first world needs; 0 for a single-node
-            job.
+        num_ranks: the number of ranks on this node.
+        num_links: the number of connections to other nodes for the first world; 0 for a
+            single-node job.
 
     Raises:
         LaunchError: even the hard limit is too low for the launcher.

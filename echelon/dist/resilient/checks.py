@@ -1,4 +1,4 @@
-"""Refuse models and optimizers whose state cannot be restored after a loss."""
+"""Reject models and optimizers whose state cannot be restored after a loss."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from echelon.dist.pipeline.execute.names import StageModules
 
 
 def check_model(model: nn.Module, world: ProcessGroup) -> None:
-    """Check that a model can be copied or sharded again.
+    """Check that a model can be copied, or sharded again across other ranks.
 
     Raises:
-        ValueError: the model can be neither copied nor sharded again.
+        ValueError: neither is possible.
     """
     if isinstance(model, StageModules):
         raise ValueError("resilient.run cannot train a pipeline's stages: use run_pipeline")
@@ -36,7 +36,8 @@ def check_kind(model: nn.Module) -> None:
     """Check that a model consists of tensors that can be copied and restored.
 
     Raises:
-        ValueError: the model is of another kind.
+        ValueError: the model is a DistributedDataParallel module, or has DTensors or expanded
+            buffers.
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
@@ -61,7 +62,7 @@ def check_units(model: nn.Module, before: Sequence[Unit]) -> None:
     """Check that `prepare` has left the model sharded as it was when `run` began.
 
     Raises:
-        ValueError: `prepare` has sharded a part of the model.
+        ValueError: `prepare` sharded a part of the model.
     """
     if units_of(model) != list(before):
         raise ValueError(
@@ -71,7 +72,11 @@ def check_units(model: nn.Module, before: Sequence[Unit]) -> None:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that contain sharded parameters of other models."""
+    """Check that an optimizer does not contain sharded parameters of other models.
+
+    Raises:
+        ValueError: it contains one.
+    """
     own = {member for unit in units_of(model) for member in unit.members}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -93,7 +98,7 @@ def _check_unit(unit: Unit, world: ProcessGroup) -> None:
 
 
 def _covers(among: ProcessGroup, replicas: ProcessGroup | None, world: ProcessGroup) -> bool:
-    """Return whether two groups are this rank's row and column in a grid of all ranks."""
+    """Return whether two groups are this rank's row and column in a row-major grid of all ranks."""
     num_replicas = 1 if replicas is None else replicas.size
     row, column = divmod(world.rank, among.size)
     ranks = list(world.ranks)

@@ -1,26 +1,27 @@
-"""Keep copies of a rank's state in memory that outlives the rank, of the last two steps' starts.
+"""Keep copies of a rank's state at the start of the last two steps, in case the rank is lost.
 
 The parts of the model that only some ranks hold are copied into memory that outlives the rank, with
-their optimizer state; see `copies/`. What else a rank needs is copied into its own memory. The last
-two states are kept, so that one of them is always complete.
+their optimizer state; see `copies/`. The rest of a rank's state is copied into its own memory. The
+last two states are kept, so that one of them is always complete.
 
 [Note: copying while a step computes] Between two steps of the optimizer, no other code writes to
-its state, which is the larger part of what is copied. A thread therefore copies that state while
-the next step computes. A hook of the optimizer waits for the thread. The end of the step waits for
-it as well, because the ranks must know then that all copies are complete. Parameters are copied
-before the step begins.
+its state, which is most of the data to copy. A background thread therefore copies that state while
+the next step computes. A hook of the optimizer waits for the thread. The end of the step also
+waits for it, because all copies must be complete by then. Parameters are copied before the step
+begins.
 
-A program may nevertheless change the optimizer's state earlier in a step. torch counts the changes
-of each tensor, after each change. The counts are compared once the thread has copied the tensors,
-on the thread that trains, at the next event of a forward or backward pass of a sharded unit, at the
-next forward pass of a stage, or when the optimizer begins: the program is then between two
-operations, so every change has been counted. The copy is stamped, and sent to other places, only
-after that. The counts are compared again when the optimizer begins. If one differs, the copy is
-void. Each step ends with the minimum, over all ranks, of the step of their newest complete copy. If
-the newest copy of any rank is void, the next copies overwrite the newest ones on all ranks, so the
-copies of the step before are kept. A rank whose copy was void no longer copies while a step
-computes. It still exchanges copies on the thread: its partner may not send its own before an event
-of a forward pass, in which it may wait for this rank.
+A program may nevertheless change the optimizer's state earlier in a step. torch increments a
+tensor's version counter after each change. The training thread compares the counters once the
+background thread has copied the tensors: at the next event of a forward or backward pass of a
+sharded unit, at the next forward pass of a stage, or when the optimizer begins. The program is then
+between two operations, so every change has been counted. Only after that is the copy stamped and
+sent to other places. The counters are compared again when the optimizer begins. If one differs, the
+copy is void. Each step ends with an all-reduce, which computes the minimum, over all ranks, of the
+step of their newest complete copy. If the newest copy of any rank is void, the next copies
+overwrite the newest ones on all ranks, so the copies of the previous step are kept. A rank whose
+copy was void no longer copies while a step computes. It still exchanges copies on the background
+thread. Otherwise it could deadlock with its partner, which may not send its own copy before an
+event of its forward pass, where it may be waiting for this rank.
 """
 
 from __future__ import annotations
@@ -65,30 +66,30 @@ class CopiedState(ABC):
 
     @abstractmethod
     def _live_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer whose steps change the state."""
+        """Return the optimizer of the current world."""
 
     @abstractmethod
     def _live_modules(self) -> Sequence[nn.Module]:
-        """Return the modules whose parts are copied."""
+        """Return the modules of the current world whose parts are copied."""
 
     @abstractmethod
     def _sets(self, group: ProcessGroup) -> Sets:
-        """Return the ranks within a group, in sets that hold the same parts of the model."""
+        """Return the ranks within a group, grouped into sets that hold the same parts."""
 
     @abstractmethod
     def _make_writer(self) -> ShardsWriter:
-        """Return a writer of the parts of the model that this rank holds."""
+        """Return a writer for the parts of the model that this rank holds."""
 
     @abstractmethod
     def _keep_rest(self, turn: int) -> None:
-        """Copy what this rank keeps in its own memory over one of the two states there."""
+        """Copy the rest of the state into slot `turn` (0 or 1) of this rank's own memory."""
 
     @abstractmethod
     def restore_rest(self, step: int | None) -> None:
         """Restore the state that this rank kept in its own memory. Local.
 
         Args:
-            step: one of the steps for which this rank has kept the state; None means the last one.
+            step: a step for which this rank has kept the state; None means the newest one.
         """
 
     @abstractmethod
@@ -101,11 +102,11 @@ class CopiedState(ABC):
 
     @abstractmethod
     def restart(self, group: ProcessGroup) -> None:
-        """Forget all kept states, before the program loads a checkpoint. Collective."""
+        """Discard all kept states before the program loads a checkpoint. Collective."""
 
     @abstractmethod
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that all state that should be equal on several ranks is. Collective.
+        """Check that state that several ranks hold is equal on them. Collective.
 
         Raises:
             ValueError: a part differs between ranks, or cannot be compared.
@@ -113,7 +114,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Restore the last state kept in this world, and drop the gradients. Not collective."""
+        """Restore the last state kept in this world. Local."""
 
     @abstractmethod
     def contents(self) -> dict[str, Any]:
@@ -121,13 +122,13 @@ class CopiedState(ABC):
 
     @abstractmethod
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Adopt the state, other than copies, that another rank has kept. Local.
+        """Adopt the state that is not copied, as received from another rank. Local.
 
         Args:
             step: the step at whose start the other rank kept this state.
 
         Raises:
-            ValueError: it does not match this rank's objects.
+            ValueError: the state does not match this rank's objects.
         """
 
     @abstractmethod
@@ -137,15 +138,15 @@ class CopiedState(ABC):
     # ---- while training ----
 
     def enter(self, group: ProcessGroup, epoch: int) -> None:
-        """Prepare for copies in a new world, and keep the copies of earlier worlds. Collective."""
+        """Prepare to make copies in a new world; retain those of earlier worlds. Collective."""
         self._worlds.append(WorldCopies(group, epoch, self._sets(group)))
 
     def keep(self, step: int, *, overlaps: bool = False) -> None:
         """Copy the state at the start of a step.
 
         Args:
-            overlaps: whether a thread may copy the optimizer's state while the step computes; see
-                [Note: copying while a step computes]. `finish` must then end the step.
+            overlaps: True if a thread may copy the optimizer's state while the step computes; see
+                [Note: copying while a step computes]. The step must then end with `finish`.
 
         Raises:
             CollectiveError: a partner was lost.
@@ -182,9 +183,9 @@ class CopiedState(ABC):
             self._listen(writer)
 
     def finish(self) -> int:
-        """Wait until this rank's newest copy is complete, and return the step of the copy.
+        """Wait until this rank's newest copy is complete, and return the copy's step.
 
-        If the copy is void, the step before is returned.
+        If the copy is void, return the step of the previous copy.
 
         Raises:
             CollectiveError: a partner was lost, or the copy takes too long.
@@ -197,7 +198,7 @@ class CopiedState(ABC):
         return self._rest_steps[1 - self._at if self._is_void else self._at]
 
     def stop(self, timeout_s: float) -> None:
-        """Wait for the thread that copies, after its step was abandoned. Its error is dropped.
+        """Wait for the copying thread after its step was abandoned; ignore the thread's error.
 
         Raises:
             CollectiveError: the thread has not ended after `timeout_s`.
@@ -216,7 +217,7 @@ class CopiedState(ABC):
         self._copying = self._writer = None
 
     def discard_newest(self) -> None:
-        """Have the next copy overwrite the newest one, which is void on some rank."""
+        """Make the next copy overwrite the newest one, because that copy is void on some rank."""
         self._rest_steps[self._at] = -1
         self._at = 1 - self._at
         self._worlds[-1].discard_newest()
@@ -229,14 +230,14 @@ class CopiedState(ABC):
         self._check_unchanged(timeout_s)
 
     def _decide_early(self, *_: object) -> None:
-        """Have a copy stamped once it is complete. Called between two operations of a step."""
+        """Decide whether a complete copy is void. Called between two operations of a step."""
         copying, writer = self._copying, self._writer
         if copying is None or writer is None or not copying.is_here or not copying.needs_decision:
             return
         copying.decide(is_void=bool(writer.changed()))
 
     def _listen(self, writer: ShardsWriter | None) -> None:
-        """Follow the events of a step, and collectives that write to what is being copied."""
+        """Observe a step's events and collectives that write to copied tensors; None stops this."""
         for module in self._live_modules():
             for unit in units_of(module):
                 driver_of(unit).on_event = None if writer is None else self._decide_early
@@ -262,7 +263,7 @@ class CopiedState(ABC):
             )
 
     def release_earlier(self) -> None:
-        """Release the copies of earlier worlds. Call this once this world's copies are complete."""
+        """Release the copies of earlier worlds. Call once this world's copies are complete."""
         for one in self._worlds[:-1]:
             one.close()
         del self._worlds[:-1]
@@ -282,7 +283,7 @@ class CopiedState(ABC):
         }
 
     def close(self) -> None:
-        """Stop copying, and leave the optimizer as it was. Safe to call twice."""
+        """Stop copying, and remove the hooks of the optimizer and the modules. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -304,7 +305,7 @@ class CopiedState(ABC):
 def _calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's step calls its hooks.
 
-    The step of a class that wraps another optimizer may not, if it leaves out `Optimizer.__init__`.
+    A class that wraps another optimizer might not, if it does not call `Optimizer.__init__`.
     """
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     return hooks is not None and getattr(type(optimizer).step, "hooked", False)
@@ -319,10 +320,10 @@ def _hooked_first(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -
 
 
 def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:
-    """Return the state that the survivors restore.
+    """Return the state that the survivors restore, and the ranks that read its copies.
 
     Args:
-        rows: the result of `CopiedState.offers` on each survivor.
+        rows: the result of `CopiedState.offers` on each survivor, by rank.
 
     Raises:
         CopiesLostError: no state is complete.

@@ -1,11 +1,12 @@
-"""Read the epochs that the launcher publishes, and bring the ranks of an epoch together.
+"""Read the epochs that the launcher publishes, and synchronize the ranks of an epoch.
 
 A rank only reads the newest epoch, and never decides which ranks are lost. If a rank of the new
 epoch is lost while the other ranks are waiting for it, the launcher ends the wait, so that these
 ranks can read a newer epoch.
 
-A rank that is computing, or is waiting for a host that does not answer, does not notice a loss. So
-a thread (`News`) waits for the next epoch, and then ends the groups of the old world.
+A rank that is computing, or is waiting for an unresponsive host, does not detect a loss by itself.
+A background thread (`News`) therefore waits for each new epoch and passes it to a callback, which
+ends the groups of the old world.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CLOSE_S = 0.5
 
 
 class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
-    """An epoch was replaced by a newer one before all of its ranks had arrived."""
+    """An epoch was replaced by a newer one before all of its ranks arrived."""
 
 
 class Epochs:
@@ -39,7 +40,7 @@ class Epochs:
     Args:
         store: the job's store.
         rank: this process's rank, as numbered by the launcher.
-        after: the number of the newest epoch that does not concern this process.
+        after: the number of the last epoch to skip, because it precedes this process.
     """
 
     def __init__(self, store: Store, rank: int, after: int = 0) -> None:
@@ -48,7 +49,7 @@ class Epochs:
         self.number = after
 
     def next(self, timeout_s: float) -> Epoch:
-        """Return the newest epoch that has not been returned yet, waiting for it if necessary.
+        """Return the newest epoch, after waiting for one that has not been returned yet.
 
         Raises:
             StoreTimeoutError: a new epoch was not published within `timeout_s`.
@@ -66,10 +67,10 @@ class Epochs:
         """Exchange one value per rank of an epoch; block until all ranks have arrived.
 
         Returns:
-            The values, in the order of the roster.
+            The ranks' values, in the order of the roster.
 
         Raises:
-            Superseded: a rank of this epoch was lost.
+            Superseded: the launcher has published a newer epoch, because a rank was lost.
             StoreTimeoutError: a rank did not arrive within `timeout_s`.
             StoreError: the store cannot be reached.
         """
@@ -84,7 +85,7 @@ class Epochs:
         return [json.loads(text) for text in self._store.multi_get(names)]
 
     def note_begun(self) -> None:
-        """Record in the store that this rank can continue after a loss.
+        """Record in the store that this rank has begun, and can continue after a loss.
 
         Raises:
             StoreError: the store cannot be reached.
@@ -100,8 +101,8 @@ class News:
 
     Args:
         store: the job's store.
-        take: called with each epoch, on that thread.
-        after: the number of the newest epoch that does not concern this process.
+        take: called with each new epoch, on this thread.
+        after: the number of the last epoch to skip, because it precedes this process.
     """
 
     def __init__(self, store: Store, take: Callable[[Epoch], None], after: int = 0) -> None:

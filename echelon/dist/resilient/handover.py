@@ -1,12 +1,14 @@
 """Send the training state to a joining rank, from the lowest rank that has the state.
 
-    head: one message with the tree of values, in which a reference stands for each tensor, and the
-          tensors' dtypes and shapes
+The state is sent as these messages:
+
+    head: the tree of values, in which a reference replaces each tensor, and the tensors' dtypes and
+          shapes
     each tensor's elements, one message per tensor
     tail: one message with the CRC of each tensor
 
-The tree is plain data: nothing is unpickled. The joining rank checks names and dtypes against its
-own model before it accepts any data. Then all ranks compare hashes of their states.
+The tree is plain data, so nothing is unpickled. The joining rank checks names and dtypes against
+its own model before it adopts the state. Then all ranks compare hashes of their states.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ _OWN = ("buffer ", "also")  # a rank may have its own, such as the statistics of
 
 
 def send_state(group: ProcessGroup, peer: int, contents: Callable[[], dict[str, Any]]) -> None:
-    """Send a tree of values to a rank; block until it has been sent.
+    """Send a tree of values to a joining rank; block until it has been sent.
 
     Args:
-        group: the world in which the rank joins.
-        peer: the rank within the group.
+        group: the world that the rank joins.
+        peer: the rank, as numbered within the group.
         contents: a function that returns the tree; see `Parcel`. If the function fails, or the tree
             cannot be sent, the error is sent instead, and this rank continues.
 
     Raises:
-        CollectiveError: the rank was lost.
+        CollectiveError: the joining rank was lost.
     """
     channel = group.channel(peer, _NAME)
     try:
@@ -63,8 +65,8 @@ def receive_state(group: ProcessGroup, peer: int) -> dict[str, Any]:
     """Return the tree that a rank sends with `send_state`; block until all of it has arrived.
 
     Raises:
-        ValueError: the state holds a value that cannot be sent.
-        CollectiveError: the rank was lost, or the state arrived damaged.
+        ValueError: the sending rank reported that it could not send the state.
+        CollectiveError: the sending rank was lost, or the state arrived damaged.
     """
     channel = group.channel(peer, _NAME)
     head = _receive_bytes(channel)
@@ -88,14 +90,14 @@ def check_alike(
     """Compare the states of all ranks after the joining ranks have received theirs. Collective.
 
     Args:
-        group: the world in which ranks join.
+        group: the world that ranks join.
         source: the rank within the group that sent the state.
-        newcomers: the ranks within the group that have received it.
+        newcomers: the ranks within the group that received the state.
         parts: this rank's state, keyed by description.
 
     Raises:
-        ValueError: the state that this rank received is not the state that was sent, or the other
-            ranks have different parameters or optimizer states.
+        ValueError: the state that this rank received differs from the state that was sent, or
+            state other than buffers and `also` differs between the other ranks.
         CollectiveError: a rank was lost.
     """
     rows = group.all_gather_object({what: _hash(value) for what, value in parts.items()})
@@ -128,12 +130,12 @@ def _hash(value: Any) -> str:
 
 
 def _crcs(parcel: Parcel) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the CRCs of all tensors and a final zero, so that the message is never empty."""
+    """Return the CRCs of all tensors, plus a final zero so that the message is never empty."""
     return np.array([*(crc_of(_elements(one)) for one in parcel.tensors), 0], np.int64)
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as bytes, on the host: [num_bytes] of uint8."""
+    """Return a tensor's elements as bytes in host memory, [num_bytes] of uint8."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(as_bytes(tensor), dtype=torch.uint8)

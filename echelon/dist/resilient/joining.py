@@ -1,17 +1,17 @@
 """Let replacements of lost ranks join the other ranks at the end of a step.
 
 [Note: the step at which ranks join] The launcher publishes an epoch with `joins`. The training
-ranks learn of the epoch at different times, but must leave the groups of their step together. Under
-`--on-loss replace`, each step therefore ends not with a barrier but with an all_reduce: the
-minimum, over all ranks, of the newest such epoch that each rank has seen. If the minimum is newer
-than the current epoch, all ranks have seen that epoch, and they enter it. No work is lost, because
-all ranks have finished the step. After the last step, no rank enters another epoch, and the
-launcher dismisses the ranks that are waiting to join. If an admitted rank dies before the other
-ranks have gone to the meeting, they enter the epoch without that rank in the same way.
+ranks see the epoch at different times, but must leave the groups of their step together. Under
+`--on-loss replace`, each step therefore ends with an all-reduce instead of a barrier. The
+all-reduce computes the minimum, over all ranks, of the newest such epoch that each rank has seen.
+If the minimum is newer than the current epoch, all ranks have seen that epoch, and they enter it.
+No work is lost, because all ranks have finished the step. After the last step, no rank enters
+another epoch, and the launcher dismisses the ranks that are waiting to join. If an admitted rank
+dies before the rendezvous, the other ranks enter an epoch without it in the same way.
 
-A joining rank has no state to offer when the ranks of the epoch meet. If a rank dies during the
-meeting or while the state is being sent, the loss is handled like any other: the launcher publishes
-a newer epoch, in which a rank without the state still joins.
+A joining rank has no state to offer at the rendezvous of the epoch's ranks. If a rank dies during
+the rendezvous or while the state is being sent, the loss is handled like any other: the launcher
+publishes a newer epoch, in which a rank without the state still joins.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ JOINS = {"joins": True}  # the row of such a rank in the meeting of an epoch
 
 
 class JoinDue(CollectiveError):  # noqa: N818 -- not an error that a user sees
-    """All ranks have finished a step, and enter an epoch in which other ranks join."""
+    """All ranks have finished a step and are about to enter an epoch in which other ranks join."""
 
 
 class Joins:
-    """The epochs known to this rank in which other ranks join.
+    """The newest epoch to enter at the end of a step, as seen by this rank.
 
     Args:
-        is_on: whether the launcher replaces lost ranks.
+        is_on: True if the launcher replaces lost ranks.
 
     Attributes:
-        entered: the newest epoch to whose meeting this rank has gone.
+        entered: the newest epoch whose rendezvous this rank has entered.
     """
 
     def __init__(self, *, is_on: bool) -> None:
@@ -56,13 +56,14 @@ class Joins:
     def is_orderly(self, epoch: Epoch) -> bool:
         """Return whether this rank enters a new epoch at the end of a step rather than at once.
 
-        The step needs only ranks that are still running. If this rank goes to the meeting of an
-        earlier epoch at the same time, it learns of the new epoch there.
+        It can finish the step, which needs only ranks that are still running. If this rank is
+        entering the rendezvous of an earlier epoch at the same time, it detects the new epoch
+        there.
         """
         return bool(epoch.joins) or epoch.withdraws > self.entered
 
     def note(self, epoch: Epoch) -> None:
-        """Record an epoch that this rank enters at the end of a step. Callable on any thread."""
+        """Record an epoch to enter at the end of a step. Callable from any thread."""
         self._newest = epoch.number
 
     def end_step(self, group: ProcessGroup, number: int) -> int:
@@ -73,7 +74,7 @@ class Joins:
             number: the number of that epoch.
 
         Returns:
-            The number of the epoch to enter, the same on all ranks; 0 if there is none.
+            The number of the epoch to enter next, which is the same on all ranks; 0 for none.
         """
         if not self.is_on:
             group.barrier()
@@ -81,7 +82,7 @@ class Joins:
         return self.end_step_with(group, number, 0)[0]
 
     def end_step_with(self, group: ProcessGroup, number: int, value: int) -> tuple[int, int]:
-        """End a step, and return the minimum of a value over all ranks, too. Collective.
+        """End a step, and compute the minimum of a value over all ranks. Collective.
 
         Returns:
             The result of `end_step`, and the minimum.
@@ -93,7 +94,7 @@ class Joins:
 
 
 def is_newcomer(row: Mapping[str, Any]) -> bool:
-    """Return whether a row of a meeting belongs to a rank that joins without the state."""
+    """Return whether a rank joins without the state, given its row from the rendezvous."""
     return bool(row.get("joins"))
 
 
@@ -111,7 +112,7 @@ def places_of(rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
 
 
 def wait_until_admitted(epochs: Epochs, timeout_s: float = ADMITTED_S) -> Epoch:
-    """Return the newest epoch that includes this rank; exit with code 0 if this rank is dismissed.
+    """Wait for an epoch that includes this rank, and return it; if dismissed, exit with code 0.
 
     Raises:
         StoreTimeoutError: no such epoch was published within `timeout_s`.

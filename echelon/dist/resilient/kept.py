@@ -19,7 +19,7 @@ from echelon.dist.fsdp.parameters.member import member_of
 
 
 class Stateful(Protocol):
-    """An object with its own state, such as a schedule, an average of the weights or a sampler.
+    """An object with its own state, such as a schedule, a weight average or a sampler.
 
     Example:
         >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -33,14 +33,14 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore a state."""
+        """Restore a state that `state_dict` returned."""
 
 
 class KeptState:
     """The state of a model, its optimizer and the random number generators at one point in time.
 
     The copy needs as much memory as the parameters, the buffers and the optimizer's state. The
-    shards of a sharded model and their optimizer state are left out; see `sharded.ShardedState`.
+    shards of a sharded model and their optimizer state are excluded; see `sharded.ShardedState`.
 
     Args:
         model: the model. Parameters that are not sharded are replicated on all ranks.
@@ -139,7 +139,7 @@ class KeptState:
         }
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state that a joining rank receives, without the random state."""
+        """Return the state that a joining rank receives, except RNG states, for comparison."""
         return {
             **self.parts(),
             "the training mode of a module": self._named_modes(),
@@ -170,7 +170,7 @@ class KeptState:
         """Adopt the state that another rank kept; `restore` then makes it this rank's live state.
 
         Raises:
-            ValueError: the model, the optimizer or `also` does not match that of the other rank.
+            ValueError: this rank's model, optimizer or `also` does not match the other rank's.
         """
         self.keep()  # what is there to be restored
         names = self._names()
@@ -212,7 +212,7 @@ class KeptState:
         return [one for group in self._optimizer.param_groups for one in group["params"]]
 
     def _places(self) -> dict[torch.Tensor, int]:
-        """Return the index of each of the optimizer's parameters."""
+        """Return the index of each optimizer parameter, counted across all groups."""
         return {one: at for at, one in enumerate(self._trained())}
 
     def _groups(self) -> list[list[str]]:
@@ -272,7 +272,7 @@ class KeptState:
 
 
 def _beside(parameter: torch.Tensor, value: Any) -> Any:
-    """Return an optimizer's value, on the parameter's device unless it is a scalar."""
+    """Return an optimizer value, moved to the parameter's device unless it is a 0-dim tensor."""
     on_device = isinstance(value, torch.Tensor) and value.dim() > 0
     return value.to(parameter.device) if on_device else value
 
@@ -282,7 +282,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _copied(value: Any, place: Any) -> Any:
-    """Copy a value. A tensor is copied into `place` if shape, dtype and device match."""
+    """Return a copy of a value; reuse the tensor `place` if its shape, dtype and device match."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     is_alike = (
@@ -301,7 +301,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of the random number generators of torch, Python and, if loaded, NumPy."""
+    """Return the RNG states of torch, Python and, if they are in use, CUDA and NumPy."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if is_used:
@@ -313,7 +313,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore a state that `random_state` returned."""
+    """Restore RNG states that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state:

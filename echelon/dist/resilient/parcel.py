@@ -1,8 +1,8 @@
-"""Convert a tree of values to bytes and tensors, and back to values of the same types.
+"""Encode a tree of values as bytes and tensors, and decode it into values of the same types.
 
 A container is encoded as a list that begins with the container's kind, and a tensor as a reference.
 A NumPy scalar therefore does not become a float, and a Counter does not become a dict. Values that
-cannot be reproduced exactly are refused. Nothing is pickled.
+cannot be reproduced exactly are rejected. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ALLOWED = "numbers, strings, lists, tuples, dicts, dense tensors and NumPy arra
 
 
 class Parcel:
-    """A tree of values as bytes, and the tensors to which the bytes refer.
+    """A tree of values, encoded as bytes and the tensors to which the bytes refer.
 
     Args:
-        head: the tree without its tensors.
+        head: the encoded tree, and the tensors' dtypes and shapes.
         tensors: the tensors, in the order of their references.
     """
 
@@ -39,7 +39,7 @@ class Parcel:
 
     @classmethod
     def of(cls, contents: dict[str, Any]) -> Self:
-        """Return a tree of values as a parcel, which shares the tensors' memory.
+        """Encode a tree of values as a parcel that shares the tensors' memory.
 
         Raises:
             ValueError: a value cannot be reproduced exactly.
@@ -57,7 +57,7 @@ class Parcel:
 
     @classmethod
     def to_fill(cls, head: bytes) -> Self:
-        """Return a parcel with memory for its tensors.
+        """Return a parcel with uninitialized tensors of the dtypes and shapes in its head.
 
         Raises:
             ValueError: `head` is not the head of a parcel.
@@ -66,20 +66,20 @@ class Parcel:
         return cls(head, [torch.empty(shape, dtype=dtype_named(dtype)) for dtype, shape in kinds])
 
     def contents(self) -> dict[str, Any]:
-        """Return the tree of values. The tree owns the tensors afterwards."""
+        """Decode and return the tree of values, which uses the parcel's tensors without a copy."""
         tree = unpack(self.head)["tree"]
         return {name: _rebuilt(told, self.tensors) for name, told in tree.items()}
 
 
 class _Packing:
-    """The tensors that have been found in a tree."""
+    """An encoder of values that collects the tensors among them."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self._places: dict[int, int] = {}  # by the tensor's id
 
     def told(self, value: Any, where: str) -> Any:
-        """Return a value in its encoded form."""
+        """Return the encoded form of a value; `where` names the value in errors."""
         kind = type(value)
         if kind in _PLAIN:
             return value

@@ -1,4 +1,4 @@
-"""Protect one call of a process against the loss of ranks, if the launcher can survive one."""
+"""Protect one call per process against the loss of ranks, if the launcher supports this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _is_claimed = False  # by a protected call of this process
 
 
 def is_protected(group: ProcessGroup, call: str) -> bool:
-    """Return whether losses are survived; warn on the first rank if they are not.
+    """Return whether training survives the loss of a rank; warn if the launcher prevents it.
+
+    Only the first rank warns. A world of one rank is never protected.
 
     Args:
         group: the world.
@@ -51,7 +53,7 @@ def is_protected(group: ProcessGroup, call: str) -> bool:
 
 @contextlib.contextmanager
 def listening(joins: Joins) -> Iterator[None]:
-    """Inside the context, end the groups of each world that a newer epoch replaces."""
+    """Watch for new epochs within the context, and end the groups of each replaced world."""
     runtime.expect_epochs()
     take = functools.partial(_take_news, joins)
     with News(runtime.job_store(), take, runtime.join_after() or 0):
@@ -59,7 +61,7 @@ def listening(joins: Joins) -> Iterator[None]:
 
 
 def _take_news(joins: Joins, epoch: Epoch) -> None:
-    """End the groups of all worlds older than an epoch after a loss. Runs on a separate thread."""
+    """End the groups of all older worlds if a new epoch follows a loss. Runs on its own thread."""
     if epoch.left or epoch.dismissed:
         return  # only ranks that miss the one which left have failed
     if joins.is_orderly(epoch):

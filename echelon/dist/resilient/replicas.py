@@ -1,4 +1,4 @@
-"""Decide how many replicas of a sharded model a new world has."""
+"""Determine how many replicas of a sharded model a new world has."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from echelon.dist.group import ProcessGroup
 
 
 class Replicas:
-    """The number of replicas of a sharded model, for each number of ranks.
+    """The number of replicas of a sharded model, as a function of the number of ranks.
 
     Args:
-        initial: the number at the start.
-        number_for: the program's function from the number of ranks to the number of replicas. None
-            means as many as at the start, or the next lower number that divides the ranks.
+        initial: the number of replicas at the start.
+        number_for: the program's function, which returns the number of replicas for a given number
+            of ranks. None means `initial`, or the next lower number that divides the number of
+            ranks.
 
     Attributes:
-        initial: the number at the start.
+        initial: the number of replicas at the start.
 
     Example:
         >>> replicas = Replicas(4)
@@ -35,8 +36,8 @@ class Replicas:
             size: the number of ranks at the start.
 
         Raises:
-            ValueError: for `size` ranks, the function does not return the number of replicas that
-                the model has; or for a smaller number of ranks, it does not return a divisor of it.
+            ValueError: for `size` ranks, the function does not return the model's current number of
+                replicas; or for fewer ranks, its result does not divide the number of ranks.
         """
         found = [self.number(left) for left in range(1, size + 1)][-1]
         if found != self.initial:
@@ -46,10 +47,10 @@ class Replicas:
             )
 
     def number(self, size: int) -> int:
-        """Return the number for a world of `size` ranks.
+        """Return the number of replicas for a world of `size` ranks.
 
         Raises:
-            ValueError: the program's function returned something that does not divide the ranks.
+            ValueError: the program's function returned a value that does not divide `size`.
         """
         if self._number_for is None:
             fitting = (one for one in range(min(self.initial, size), 0, -1) if size % one == 0)
@@ -62,10 +63,10 @@ class Replicas:
         return found
 
     def agreed_number(self, group: ProcessGroup) -> int:
-        """Return the number for a world, which must be equal on all of its ranks. Collective.
+        """Return the number of replicas for a world, after comparing it on all ranks. Collective.
 
         Raises:
-            ValueError: the program's function returned different numbers.
+            ValueError: the program's function returned different numbers on different ranks.
             CollectiveError: a rank was lost.
         """
         found = self.number(group.size)

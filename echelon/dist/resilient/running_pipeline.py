@@ -1,4 +1,4 @@
-"""Run each step of a pipeline on all ranks; when a rank is lost, the survivors build it again."""
+"""Train a pipeline; when a rank is lost, the survivors rebuild the pipeline and continue."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ def run_pipeline(
     build a pipeline for the remaining ranks, restore the state from the start of that step, and
     repeat the step. Their processes are not restarted. With gradients that do not depend on the
     layout (`echelon.train.same_bits.SameBitsPipeline`), the result is bitwise identical to that of
-    a run without losses. Under `--on-loss replace`, a new process also takes the place of each lost
-    rank at the end of a step: it calls this function like any other rank, and builds its stages
-    with the others. Under other launchers or settings, `run_pipeline` warns and trains without this
-    protection.
+    a run without losses. Under `--on-loss replace`, a new process also replaces each lost rank at
+    the end of a step: it calls this function like any other rank, and builds its stages when the
+    other ranks rebuild theirs. Under other launchers or settings, `run_pipeline` warns and trains
+    without this protection.
 
     Every rank must call `run_pipeline` after `echelon.dist.init`. Each step ends with a barrier.
-    Each rank keeps copies of the last two states of its stages, and of other ranks' stages if there
-    are several hosts.
+    Each rank keeps copies of the last two states of its stages. On several hosts, it also keeps
+    copies of other ranks' stages.
 
     Args:
-        build: creates all objects that train: groups, stages, pipeline, optimizer, schedules. It is
+        build: creates all training objects: groups, stages, pipeline, optimizer, schedules. It is
             called at the start, and again after each loss and each join, once all earlier groups
-            are closed. In every world, the stages of all ranks must be the same whole model, with
+            are closed. In every world, the stages of all ranks must form the same whole model, with
             the same names (see `echelon.dist.pipeline.split`), whether they are replicated or
-            sharded. Their initial values matter only at the start: afterwards, parameters, buffers,
-            the optimizer's state and settings, `also` and random numbers are restored.
+            sharded. Their initial values matter only at the start: afterwards, the parameters,
+            buffers, optimizer state and settings, `also` and the RNG states are restored.
         total: the number of the last step, plus one.
         first: the number of the first step.
-        on_commit: called once per step on each rank, with the step's number and result, after the
-            step can no longer be undone by a loss: one step later, or after the last step. It must
-            not call collectives.
-        from_checkpoint: called if all copies of a stage are lost, with what `build` has returned
-            for the remaining ranks. It loads the newest checkpoint into these objects, and returns
-            the number of the first step to train. All later steps are trained and committed again.
-            Collective.
+        on_commit: called once per step on each rank, with the step's number and result, once a
+            loss can no longer undo the step: one step later, or after the last step. It must not
+            call collectives.
+        from_checkpoint: called if all copies of a stage are lost, with the objects that `build`
+            returned for the remaining ranks. It loads the newest checkpoint into these objects, and
+            returns the number of the first step to train. All steps from there on are trained and
+            committed again. Collective.
 
     Returns:
-        What `build` returned for the last world, with the trained pipeline.
+        The result of `build` for the last world, with the trained pipeline.
 
     Raises:
-        ValueError: there is no world, `build` has returned objects that cannot be restored or are
-            not the same whole model as before, state that several ranks hold differs between them,
-            or another protected call was made in this process.
+        ValueError: `echelon.dist.init` was not called, `build` returned objects that cannot be
+            restored or that do not form the same whole model as before, state that several ranks
+            hold differs between them, or a protected call was already made in this process.
         CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
-            too few ranks are left or no rank has died; or all copies of a stage are lost, and there
-            is no `from_checkpoint`.
+            too few ranks are left or no rank has died; or all copies of a stage are lost, and
+            `from_checkpoint` is None.
         SystemExit: with code 0, in a process that is still waiting to join when the other ranks
             finish.
 

@@ -1,4 +1,4 @@
-"""Keep the state of a sharded model so that the state survives the loss of ranks.
+"""Keep the state of a sharded model so that it survives the loss of ranks.
 
 Each rank keeps its own copy of the state that is equal on all ranks (buffers, parameters that are
 not sharded, schedules), and of its RNG states. Each rank copies its shards into memory that
@@ -37,7 +37,8 @@ class ShardedState(CopiedState):
         model: the model.
         optimizer: the optimizer of the model's parameters.
         also: other objects whose state the steps change. Their state must be equal on all ranks.
-        replicas: how many replicas of the model a world has; None means one, or as many as now.
+        replicas: the number of replicas of the model in each world; None means as many as now, or
+            the next lower number that divides the number of ranks.
     """
 
     def __init__(
@@ -90,9 +91,9 @@ class ShardedState(CopiedState):
                 group.timeout_s = timeout_s
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that all state that should be equal on several ranks is. Collective.
+        """Check that state that several ranks hold is equal on them. Collective.
 
-        This is all state that is not sharded, and shards of which there are replicas.
+        This state is everything that is not sharded, and the replicas of each shard.
 
         Raises:
             ValueError: a part differs between ranks, or cannot be compared.
@@ -110,7 +111,7 @@ class ShardedState(CopiedState):
             _check_replicas([group.ranks[place] for place in alike], shards_rows, alike)
 
     def _digests(self) -> dict[str, str]:
-        """Return a hash of each shard and its optimizer's state if there are replicas of it."""
+        """Return a hash of each shard with its optimizer state; {} if there are no replicas."""
         if num_replicas_of(self._model) == 1:
             return {}
         return {
@@ -124,7 +125,7 @@ class ShardedState(CopiedState):
         """Restore the unsharded state that this rank kept. Local.
 
         Args:
-            step: one of the steps for which this rank has kept the state; None means the last one.
+            step: a step for which this rank has kept the state; None means the newest one.
         """
         if step is not None:
             self._at = self._rest_steps.index(step)
@@ -139,7 +140,7 @@ class ShardedState(CopiedState):
             unit.entry.sync = sync
 
     def restore_from(self, choice: Choice, group: ProcessGroup) -> None:
-        """Shard the model across a new world's ranks and restore their shards. Collective.
+        """Shard the model across a new world's ranks, and restore this rank's shards. Collective.
 
         Raises:
             CollectiveError: a rank was lost, or a copy cannot be read.
@@ -161,13 +162,14 @@ class ShardedState(CopiedState):
         }
 
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Adopt the state, other than shards, that another rank has restored. Local.
+        """Adopt the unsharded state received from another rank. Local.
 
         Args:
             step: the step at whose start the other rank kept this state.
 
         Raises:
-            ValueError: the model, its sharding, the optimizer or `also` does not match.
+            ValueError: the model, its sharding, the optimizer or `also` does not match that of the
+                other rank.
         """
         if contents["sharding"] != self._sharding():
             raise ValueError("the model is sharded differently from the other ranks' models")
@@ -209,12 +211,12 @@ class ShardedState(CopiedState):
     # ---- after all copies of a shard are lost ----
 
     def restart(self, group: ProcessGroup) -> None:
-        """Shard the model across a new world's ranks, without restoring its values. Collective."""
+        """Shard the model across a new world's ranks without restoring values. Collective."""
         self._rest_steps = [-1, -1]
         self._forget_shards(group)
 
     def restore(self) -> None:
-        """Restore the last state that was kept in this world, and drop the gradients. Local."""
+        """Restore the last state kept in this world, and discard the gradients. Local."""
         reshard(self._model)
         self._rest[self._at].restore()
         self._sync_as_kept()
@@ -240,7 +242,7 @@ class ShardedState(CopiedState):
         self._note_near_sizes(group)
 
     def _note_near_sizes(self, group: ProcessGroup) -> None:
-        """Warn once of each `reshard_after_forward` that does not divide the number of ranks."""
+        """Warn once per `reshard_after_forward` that does not divide the number of ranks."""
         for unit in units_of(self._model):
             size = unit.flats[0].group.size if unit.flats else 0
             if unit.near_size and size % unit.near_size and unit.near_size not in self._noted:

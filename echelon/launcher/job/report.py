@@ -18,9 +18,10 @@ _TIMED_OUT = 124
 
 @dataclass(slots=True)
 class Ended:
-    """How a rank ended.
+    """The way in which a rank ended.
 
-    `code` follows the convention of `subprocess`; it is None if the rank's node was lost.
+    `code` is the exit code, or minus the signal's number as in `subprocess`; None if the rank's
+    node was lost.
     """
 
     rank: int
@@ -53,7 +54,7 @@ class Incident:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """The events of the job so far. The coordinator adds to the report while the job is running."""
+    """The job's events so far. The coordinator extends the report while the job is running."""
 
     job_id: str
     world_size: int
@@ -106,10 +107,10 @@ class Report:
 def exit_code(ranks: Sequence[Ended], verdict: Mapping[str, Any] | None) -> int:
     """Return the exit code of a job whose workers failed.
 
-    The exit code is that of the root cause. If the verdict names no rank, the rank that failed
-    first determines the exit code. For a signal, the exit code is 128 plus the signal's number. The
-    exit code is 1 if the root cause exited with code 0, hung, or was lost with its node. An exit
-    code of 124 becomes 1, because schedulers interpret 124 as a time limit.
+    This is the exit code of the root cause or, if the verdict names no rank, of the rank that
+    failed first. For a rank killed by a signal, it is 128 plus the signal's number. It is 1 if the
+    root cause exited with code 0, hung, or was lost with its node. An exit code of 124 becomes 1,
+    because schedulers interpret 124 as an expired time limit.
     """
     by_rank = {ended.rank: ended for ended in ranks}
     culprits = [by_rank[r] for r in (verdict or {}).get("culprit_ranks", []) if r in by_rank]

@@ -40,10 +40,11 @@ class Checkpoint:
 
 
 def newest(run: Path, folder: Path | None) -> Checkpoint | None:
-    """Return the job's newest committed checkpoint, or None if there is none.
+    """Return the job's newest committed checkpoint, or None if no checkpoint is found.
 
     Args:
-        folder: the value of `--checkpoint-dir`; None selects the last folder that a rank announced.
+        folder: the value of `--checkpoint-dir`; None selects the newest checkpoint that rank 0
+            announced and that still has a committed version.
 
     Raises:
         OSError: a folder that exists cannot be read.
@@ -57,13 +58,13 @@ def newest(run: Path, folder: Path | None) -> Checkpoint | None:
 
 
 def announced_in(run: Path, attempt: int) -> Checkpoint | None:
-    """Return the last checkpoint that a process of rank 0 announced in an attempt."""
+    """Return the last checkpoint that rank 0 announced in an attempt, or None."""
     told = (_read(folder / _ANNOUNCED) for folder in processes_of(run, 0, attempt))
     return next((one for one in told if one is not None), None)
 
 
 def _announced(run: Path) -> list[Checkpoint]:
-    """Return the checkpoints that rank 0 announced, starting with the latest attempt."""
+    """Return the checkpoints that rank 0 announced, newest first."""
     numbers = {
         int(match[1])
         for path in (run / "rank_0").glob(f"*attempt_*/{_ANNOUNCED}")
@@ -103,7 +104,7 @@ def _in_folder(folder: Path) -> Checkpoint | None:
 
 
 def _has_version(folder: Path) -> bool:
-    """Return whether a checkpoint's folder has a committed version."""
+    """Return whether a checkpoint's folder contains a committed version."""
     if not folder.is_dir():
         return False
     return any(

@@ -103,11 +103,11 @@ class RunDirectory:
         return self.path / "dump"
 
     def next_attempt(self) -> int:
-        """Return the first attempt number that no rank has used."""
+        """Return the number after the highest attempt number that any rank has used."""
         return _next_number(self.path.glob("rank_*/attempt_*"), _ATTEMPT)
 
     def free_attempt(self, ranks: range, wanted: int) -> int:
-        """Return the first attempt number, from `wanted` up, that none of the ranks has used."""
+        """Return the lowest attempt number, at least `wanted`, that none of the ranks has used."""
         number = wanted
         while any(self.rank_dir(rank, number).exists() for rank in ranks):
             number += 1
@@ -208,7 +208,7 @@ class RunDirectory:
 def processes_of(run: Path, rank: int, attempt: int) -> list[Path]:
     """Return the folders of a rank's processes in an attempt, the newest process first.
 
-    There are several if the rank was lost and replaced.
+    There are several folders if the rank was lost and replaced.
     """
     newest = run / f"rank_{rank}" / f"attempt_{attempt}"
     lost: list[Path] = []
@@ -218,7 +218,7 @@ def processes_of(run: Path, rank: int, attempt: int) -> list[Path]:
 
 
 def _aside(rank_dir: Path, number: int) -> Path:
-    """Return the name under which the folder of a replaced process is kept."""
+    """Return the path under which the folder of a replaced process is kept."""
     return rank_dir.with_name(f"lost_{number}_of_{rank_dir.name}")
 
 

@@ -1,6 +1,6 @@
 """Report where a job stopped: rank 0's last step and its last checkpoint.
 
-The report shows whether the job, once it is requeued, can continue where it stopped.
+The report shows whether a requeued job can continue where it stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Stopped:
 
     Attributes:
         last_step: the last step that rank 0 began; -1 if it recorded no steps.
-        saved: the last checkpoint that was committed in the attempt; None if there is none.
+        saved: the last checkpoint committed in the attempt, as announced by rank 0, or None.
     """
 
     last_step: int = -1
@@ -31,7 +31,7 @@ class Stopped:
 
     @property
     def saved_at_step(self) -> int | None:
-        """The step of the last checkpoint; None if it is unknown or there is no checkpoint."""
+        """The step of the last checkpoint; None if it is unknown or nothing was saved."""
         return self.saved.step if self.saved is not None and self.saved.step >= 0 else None
 
     def line(self) -> str:

@@ -1,1 +1,1 @@
-"""Learn time limits from the usual durations of a job's operations and phases."""
+"""Learn time limits from the typical durations of a job's operations and phases."""

@@ -1,16 +1,16 @@
 """Learn a time limit for one call site in a group, or for one phase, from past durations.
 
-A history provides two times:
+A history provides two limits:
 
 * `limit_s`: how long an operation may be pending before it is examined. This limit is shorter than
   the stall rule's fixed limit. To avoid false alarms, it needs many samples and keeps a margin
   above both the 99.9th percentile and the longest sample. The margin is larger if durations are
   uneven.
 * `patience_s`: how long an operation or phase may take if earlier ones have exceeded the fixed
-  limit and succeeded. It needs only a few samples, and is bounded.
+  limit and still completed. This limit needs only a few samples, and is bounded.
 
-The first samples do not count towards `limit_s`, because compilers, caches and connections are
-still cold.
+The first samples do not count towards `limit_s`, because they include warm-up: compilation, cold
+caches and new connections.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class History:
 
     @property
     def patience_s(self) -> float:
-        """How long the stall rule waits for an operation, in seconds; 0 means the fixed limit."""
+        """The time that the stall rule waits for an operation, in seconds; 0: the fixed limit."""
         if self._num_long > 0:
             return 0.0
         return min(PATIENCE_FACTOR * self._slowest_ns / 1e9, MAX_PATIENCE * self._fixed_s)

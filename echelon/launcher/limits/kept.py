@@ -45,7 +45,7 @@ def write_limits(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def read_limits(folders: Iterable[Path]) -> list[Row]:
-    """Read and merge the rows in the folders of all ranks. Unreadable files are skipped."""
+    """Read and merge the rows in the given folders of ranks. Unreadable files are skipped."""
     rows: dict[tuple[str, str, bool], Row] = {}
     for folder in folders:
         path = folder / _NAME
@@ -60,7 +60,7 @@ def read_limits(folders: Iterable[Path]) -> list[Row]:
 
 
 def as_lines(rows: Sequence[Row]) -> list[str]:
-    """Return one line for each row that has its own limit, and a single line for all other rows."""
+    """Return a line for each of the first 8 rows with a limit, and one line for all other rows."""
     watched = [row for row in rows if row.limit_s is not None]
     lines = [
         f"watched at {row.limit_s:.3g} s: {row.site or '?'} in "

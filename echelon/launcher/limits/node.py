@@ -23,7 +23,7 @@ _WAITS = frozenset({"data_wait", "store", "pipeline"})  # phases that end when o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A summary of a node's ranks that have rings. Ages and durations are in ms; -1 means none."""
+    """A summary of a node's ranks that have rings. Times are in ms; -1 means no value."""
 
     worked_ms: int = -1  # since one of them last worked
     is_excused: bool = True  # whether a rank is in a phase that may take its time, or before init
@@ -74,7 +74,7 @@ class NodeLimits:
         self._ranks: dict[int, _Rank] = {}
 
     def forget(self, rank: int) -> None:
-        """Forget a rank that was lost, before another process takes its place."""
+        """Discard the history of a lost rank before another process replaces it."""
         self._ranks.pop(rank, None)
 
     def see(
@@ -85,11 +85,11 @@ class NodeLimits:
         now_ns: int,
         age_s: Callable[[int], float],
     ) -> None:
-        """Examine one rank that has a ring.
+        """Update the limits and the activity of one rank from its ring.
 
         Args:
-            age_s: a function that returns the age of a timestamp. The age excludes time during
-                which this process was not running.
+            age_s: a function that returns the age of a timestamp in seconds. The age excludes time
+                during which this process was not running.
         """
         rank = self._ranks.get(worker.rank)
         if rank is None:
@@ -114,7 +114,7 @@ class NodeLimits:
             rank.worked_ns = max(rank.worked_ns, rank.activity.last_mono_ns)
 
     def sum_up(self, sights: list[Sight], age_s: Callable[[int], float]) -> Summary:
-        """Return a summary of the ranks that were just examined."""
+        """Return a summary of the ranks that `see` has just examined."""
         seen = {s.rank: self._ranks[s.rank] for s in sights if s.rank in self._ranks}
         if not seen:
             return Summary()
@@ -130,13 +130,13 @@ class NodeLimits:
         return self._with_late(summary, late) if late else summary
 
     def rest(self, now_ns: int) -> None:
-        """Ignore the activity of ranks that was caused by collecting an incident."""
+        """Ignore the activity that collecting an incident caused in the ranks."""
         for number, rank in self._ranks.items():
             if rank.activity is not None:
                 rank.activity.rest(self._num_printed(number), now_ns)
 
     def rows(self) -> list[Row]:
-        """Return the known limits of all call sites and phases on this node."""
+        """Return a row for each call site and phase on this node, the most frequent first."""
         rows: dict[tuple[str, str, bool], Row] = {}
         for row in self._all_rows():
             key = row.name, row.site, row.is_span
@@ -180,7 +180,10 @@ def _words(ring: LiveRing, key: Key) -> tuple[str, str]:
 
 
 def joined(one: Row, other: Row) -> Row:
-    """Merge the rows of two ranks: the higher limit applies if both rows have a limit."""
+    """Merge the rows of two ranks.
+
+    The higher limit applies if both rows have one. Otherwise, the merged row does not have a limit.
+    """
     has_limits = one.limit_s is not None and other.limit_s is not None
     return Row(
         name=one.name, site=one.site, is_span=one.is_span,

@@ -1,9 +1,9 @@
 """Compare one rank's current operations and phases with its history.
 
 [Note: phases excuse] A checkpoint, a compilation or an evaluation may take a long time, and other
-ranks may be waiting for it. Therefore, while any rank is in a phase that has no limit or has not
-exceeded its limit, no rank is examined early. Phases in which collectives are called, such as an
-epoch or a step, are not considered.
+ranks may be waiting for it. While any rank is in a phase that does not have a limit or has not
+exceeded its limit, no rank is therefore examined early. Phases in which operations have been
+called, such as an epoch or a step, are ignored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Watched:
 
 
 class RankLimits:
-    """The limits learned from one rank.
+    """The limits learned from one rank's past operations and phases.
 
     Args:
         fixed_s: the stall rule's limit, in seconds.
@@ -107,7 +107,7 @@ class RankLimits:
 
 
 def _open(news: News) -> Iterator[tuple[Open, bool]]:
-    """Yield each pending operation, and each open phase in which no call was made.
+    """Yield each pending operation, and each open phase in which its thread made no calls.
 
     The second value is True for a phase.
     """

@@ -2,16 +2,16 @@
 
 An early examination is due if all three conditions hold:
 
-- An operation or phase has taken longer than its learned limit.
-- For the duration of that limit, no rank has advanced, computed, printed or sent anything.
+- An operation or phase has exceeded its learned limit.
+- For the duration of that limit, no rank has made progress, computed, printed or sent anything.
 - No rank is in a phase that may take a long time.
 
 Before init, and while a rank has no ring or a node's last report is too old, only the stall rule
 applies.
 
 An early examination does not stop any rank. If the job then continues on its own, the examination
-was a false alarm. After `MAX_CLEARED` false alarms, there are no more early examinations in that
-attempt.
+was a false alarm. After `MAX_CLEARED` false alarms, early examinations are disabled for the rest of
+the attempt.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Look:
 
 
 class LimitRule:
-    """The state of the rule for early examinations. The caller passes all times.
+    """The rule for early examinations, and its state. The caller passes in the current time.
 
     Args:
-        report_s: the longest time between two reports from a node, in seconds.
+        report_s: the longest interval between two reports from a node, in seconds.
     """
 
     def __init__(self, report_s: float = 0.0) -> None:
@@ -64,18 +64,18 @@ class LimitRule:
 
     @property
     def is_reported(self) -> bool:
-        """Whether an early examination has been requested and no rank has moved since."""
+        """True if an early examination was requested and `look` has seen no progress since."""
         return self._reported is not None
 
     @property
     def is_disarmed(self) -> bool:
-        """Whether early examinations have been turned off after too many false alarms."""
+        """True once early examinations are disabled, after too many false alarms."""
         return self.num_cleared >= MAX_CLEARED
 
     def begin_again(self, now_ns: int) -> None:
         """End the reported stall without counting it as a false alarm.
 
-        Operations that have already begun are not judged again.
+        Operations that began before `now_ns` are ignored from then on.
         """
         self._reported = None
         self._begun_ns = now_ns
@@ -86,8 +86,7 @@ class LimitRule:
         Each examination is returned only once.
 
         Args:
-            views: one view per node that has not been lost; None for a node that has not reported
-                yet.
+            views: one view per node that is not lost; None for a node that has not reported yet.
         """
         known = [view for view in views if view is not None]
         moves = [view.num_moves for view in known]

@@ -1,4 +1,4 @@
-"""Estimate quantiles of durations in bounded memory, to within 5 % of the true value.
+"""Estimate quantiles of durations in bounded memory, less than 11 % above the true value.
 
 The sketch counts durations in buckets whose edges grow by a constant factor, as DDSketch does
 (Masson, Rim, Lee: "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error
@@ -20,7 +20,7 @@ _UNIT_NS = 1000.0  # the upper edge of the first bucket
 
 
 class Sketch:
-    """Counts of durations, by bucket."""
+    """The number of durations in each bucket."""
 
     __slots__ = ("_counts", "num")
 

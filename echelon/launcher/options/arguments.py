@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
 
     def check_defaults(self, args: argparse.Namespace) -> None:
-        """Check the defaults of options with choices, because argparse does not check them.
+        """Check the defaults of options with choices, which argparse does not check.
 
         Raises:
             SystemExit: a default is not one of the choices. The exit code is 2.
@@ -440,7 +440,7 @@ def _add_program_options(program: argparse._ArgumentGroup, default: Defaults) ->
 
 
 class Defaults:
-    """Default values, taken from `PET_<OPTION>`, the scheduler, or echelon, in that order.
+    """The options' defaults, taken from `PET_<OPTION>`, the scheduler or echelon, in that order.
 
     String values are parsed as if they were given on the command line.
     """
@@ -455,13 +455,13 @@ class Defaults:
         group.add_argument(*names, action="store_true", default=is_set, help=help)
 
     def is_set(self, name: str) -> bool:
-        """Return whether the environment switches an option on."""
+        """Return whether `PET_<OPTION>` is set to 1, true or yes."""
         return self._environ.get(f"PET_{name.upper()}", "0").lower() in ("1", "true", "yes")
 
     def variable(self, name: str, default: str) -> str:
-        """Return the value of an environment variable that another program defines."""
+        """Return the value of an environment variable other than `PET_<OPTION>`, or `default`."""
         return self._environ.get(name, default)
 
     def __call__(self, name: str, default: str | None) -> str | None:
-        """Return an option's default: from the environment, the scheduler, or echelon."""
+        """Return an option's default: from `PET_<OPTION>`, the scheduler, or `default`."""
         return self._environ.get(f"PET_{name.upper()}", self._scheduler.get(name, default))

@@ -1,4 +1,4 @@
-"""Decide where each worker's streams go, based on torchrun's options `-r`, `-t` and filters.
+"""Determine where each worker's streams go, from torchrun's options `-r`, `-t` and filters.
 
 Every stream is written to a file. Most streams are also shown on the terminal. A stream that is
 redirected with `-r` is shown only if `-t` also selects it. If `--local-ranks-filter` is given, only
@@ -54,9 +54,9 @@ class LogPlan:
         return not self.redirects.of(local_rank) & bit or bool(self.tee.of(local_rank) & bit)
 
     def folder(self, rank_dir: Path, job_dir: str, attempt: int, local_rank: int) -> Path:
-        """Return the folder of a worker's logs.
+        """Return the folder for a worker's logs.
 
-        `job_dir` is this job's folder in `log_dir`.
+        `job_dir` is the name of this job's folder in `log_dir`.
         """
         if self.log_dir is None:
             return rank_dir

@@ -1,7 +1,7 @@
 """The options of `echelon run`, which include torchrun's options.
 
 Every option can also be set through the environment variable `PET_<OPTION>`. The command line takes
-precedence. An invalid value is reported in one line, and the exit code is 2.
+precedence. An invalid value is reported in one line, and the launcher exits with code 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defaults for `echelon run` from the environment of a cluster's scheduler.
+"""Read defaults for `echelon run` from the environment that a cluster's scheduler sets.
 
 Slurm      `srun --ntasks-per-node=1 echelon run train.py`: the number of nodes, this node's rank,
            the endpoint (the first node of the job, and a port derived from the job ID) and
@@ -7,8 +7,8 @@ Kubernetes the JOB_COMPLETION_INDEX of an Indexed Job is this node's rank; the t
            set `PET_*` variables
 MPI        `mpirun --map-by ppr:1:node echelon run ...`: the number of nodes and this node's rank
 
-Options and `PET_*` variables take precedence over these defaults. Each node must have exactly one
-launcher. If the scheduler started one launcher per rank of a multi-node job, the job is refused.
+Options and `PET_*` variables take precedence over these defaults. Each node must run exactly one
+launcher. A multi-node job for which the scheduler started one launcher per rank is rejected.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def misuse(environ: Mapping[str, str]) -> str:
-    """Return an error message if several launchers run on this node, and "" otherwise.
+    """Return an error message if the scheduler started several launchers on this node, else "".
 
-    For Slurm, only the variables of a job step count, because a batch script also has some of
-    these.
+    For Slurm, only the variables specific to a job step are checked, because Slurm sets some of the
+    other variables in batch scripts too.
     """
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")

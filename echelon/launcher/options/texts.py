@@ -19,7 +19,7 @@ _NOT_CATCHABLE = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD})
 
 
 def num_workers(text: str) -> int:
-    """Parse the number of workers: a number, or the kind of device to count."""
+    """Parse the number of workers: a number, auto, or the kind of device to count."""
     counts: dict[str, Callable[[], int]] = {
         "cpu": usable_cores,
         "gpu": lambda: num_nvidia(os.environ),
@@ -56,7 +56,7 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def torch_backend(text: str) -> str:
-    """Parse the name of the backend that replaces gloo."""
+    """Parse the name of the backend that replaces gloo: "echelon", or "" for none."""
     if text not in ("", "echelon"):
         raise argparse.ArgumentTypeError(f"{text!r}: gloo can only be replaced by echelon")
     return text
@@ -82,7 +82,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a duration in seconds."""
+    """Parse a positive and finite duration in seconds."""
     try:
         value = float(text)
     except ValueError:

@@ -23,10 +23,10 @@ def partners_of(places: Sequence[Hashable], machines: Sequence[Hashable] = ()) -
 
     Args:
         places: the place of each rank.
-        machines: the machine of each rank; by default, each place is a machine.
+        machines: the machine of each rank; by default, each place counts as a machine.
 
     Returns:
-        The partners; None for all ranks if there is only one place.
+        The partner of each rank; None for all ranks if there is only one place.
 
     Example:
         >>> partners_of(["a", "a", "b", "b"])
@@ -59,10 +59,10 @@ def _next_place(
 
 @dataclass(frozen=True, order=True, slots=True)
 class Version:
-    """A state, identified by its step and by the epoch whose ranks it was sharded across.
+    """A state, identified by its step and by the epoch whose ranks held its shards.
 
     Attributes:
-        step: the next step to run from this state.
+        step: the first step to run from this state.
         epoch: the epoch whose ranks held the shards of the state.
     """
 
@@ -89,8 +89,8 @@ class Choice:
 
     Attributes:
         version: the newest state for which survivors hold copies of all shards.
-        holders: a survivor that can read the rank's copy, for each rank of the state's epoch, or
-            for one rank of each set that holds the same shards.
+        holders: for one rank of each set that holds the same shards, a survivor that can read the
+            rank's copy. Without replicas, each rank of the state's epoch is a set.
     """
 
     version: Version
@@ -107,7 +107,7 @@ Sets = Sequence[Sequence[int]]  # of ranks with the same shards; one rank each w
 def without_replicas_elsewhere(
     partners: Sequence[int | None], sets: Sets, places: Sequence[Hashable]
 ) -> list[int | None]:
-    """Return the partners of the ranks that need one, although there may be replicas of the model.
+    """Return the partners, but None for ranks whose shards have a replica at another place.
 
     Args:
         partners: see `partners_of`.
@@ -115,7 +115,7 @@ def without_replicas_elsewhere(
         places: the place of each rank, or its machine if there are several machines.
 
     Returns:
-        The partners; None for the ranks whose shards another place has anyway.
+        The partner of each rank, or None.
 
     Example:
         >>> without_replicas_elsewhere([2, 3, 0, 1], [[0, 2], [1, 3]], ["a", "a", "b", "b"])
@@ -136,8 +136,7 @@ def choose(offers: Mapping[int, Iterable[Offer]], sets: Mapping[int, Sets]) -> C
 
     Args:
         offers: the copies that each survivor can read.
-        sets: the ranks of each epoch from which copies are offered, in sets that hold the same
-            shards.
+        sets: for each epoch of the offered copies, its ranks in sets that hold the same shards.
 
     Raises:
         CopiesLostError: no state has copies of all its shards.
@@ -180,7 +179,7 @@ def _missing(found: Mapping[Version, Mapping[int, int]], sets: Mapping[int, Sets
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Format rank numbers as "rank 1", or "ranks 1, 2 and 3"; without any, as "a rank"."""
+    """Format rank numbers as "rank 1" or "ranks 1, 2 and 3", and an empty list as "a rank"."""
     names = [str(rank) for rank in ranks]
     if len(names) < 2:
         return f"rank {names[0]}" if names else "a rank"

@@ -1,12 +1,12 @@
-"""Complete a copy of a rank's state on a thread, while the rank computes its next step.
+"""Complete a copy of a rank's state on a background thread, while the rank computes its next step.
 
-Most of a copy is the optimizer's state, which only the optimizer writes, at the end of a step. The
-thread reads that state during the forward and backward passes. `ShardedState` waits for the thread
-before the optimizer writes, and before the step ends.
+Most of a copy is the optimizer's state, to which only the optimizer writes, at the end of a step.
+The thread reads that state during the forward and backward passes. `CopiedState` waits for the
+thread before the optimizer writes, and before the step ends.
 
-The thread does not stamp a copy before the thread that trains has decided that its source is
-unchanged. torch counts a change after it was made, so a change that is still being made would not
-be noticed; but the thread that trains decides between two operations.
+The background thread stamps a copy only after the training thread has decided that the source is
+unchanged. torch counts a change only after it is made, so a change in progress would go unnoticed.
+The training thread therefore decides between two operations.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _STEP_S = 1e6
 
 
 class Copying:
-    """A copy whose first part has been written.
+    """A copy in progress, whose first section has been written.
 
     Args:
-        step: the step whose start is copied.
-        complete: writes the rest; returns the stamp that the copy is to have.
-        commit: stamps the copy unless it is void, as the second argument tells; returns the stamp
-            that the partners receive.
-        exchange: exchanges copies with other places; called with that stamp and a timeout, which
-            is None for the group's.
+        step: the step at whose start the state is copied.
+        complete: writes the rest of the copy; returns the copy's stamp.
+        commit: stamps the copy, unless the second argument (is_void) is True; returns the stamp to
+            send to the partners.
+        exchange: exchanges copies with other places, given that stamp and a timeout in seconds;
+            None means the group's timeout.
 
     Attributes:
-        step: the step whose start is copied.
+        step: the step at whose start the state is copied.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Copying:
 
     @property
     def needs_decision(self) -> bool:
-        """True if the thread no longer reads this rank's state, and `decide` was not called."""
+        """True once the thread no longer reads this rank's state, until `decide` is called."""
         return self._has_copied.is_set() and not self._is_decided.is_set()
 
     def start(self) -> bool:
-        """Complete the copy on a background thread; `decide` must follow.
+        """Complete the copy on a background thread. The caller must then call `decide`.
 
-        If the system refuses another thread, the copy is made at once, and exchanged by `wait`.
+        If no thread can be started, the copy is completed at once, and `wait` exchanges it.
 
         Returns:
-            Whether a thread was started.
+            True if a thread was started.
         """
         try:
             self._thread.start()
@@ -118,26 +118,26 @@ class Copying:
             self._error = err
 
     def decide(self, *, is_void: bool) -> None:
-        """Let the thread stamp the copy, or not. Only the first call has an effect.
+        """Decide whether the thread stamps the copy. Only the first call has an effect.
 
         Args:
-            is_void: whether the source has changed. No operation may be changing it now.
+            is_void: True if the source has changed. The source must not change during this call.
         """
         if not self._is_decided.is_set():
             self._is_void = is_void
             self._is_decided.set()
 
     def wait_until_copied(self, timeout_s: float) -> None:
-        """Wait until the thread no longer reads this rank's state. Does not raise its error.
+        """Wait until the thread no longer reads this rank's state; do not raise its error.
 
         Raises:
-            CollectiveError: the thread still reads it after `timeout_s`.
+            CollectiveError: the thread still reads the state after `timeout_s`.
         """
         if not self._has_copied.wait(timeout_s):
             raise self._late(timeout_s)
 
     def wait_until_stamped(self, timeout_s: float) -> None:
-        """Wait until the thread has obeyed `decide`. Does not raise its error.
+        """Wait until the thread has stamped the copy or left it void; do not raise its error.
 
         Raises:
             CollectiveError: the thread has not done so after `timeout_s`.
@@ -146,7 +146,9 @@ class Copying:
             raise self._late(timeout_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the thread has ended, and raise the error that ended it.
+        """Wait until the thread has ended, and raise its error if it failed.
+
+        If no thread was started, complete and exchange the copy on the calling thread.
 
         Raises:
             CollectiveError: the thread has not ended after `timeout_s`, or a partner was lost.

@@ -1,7 +1,7 @@
 """Copy tensors into one byte buffer and compute its CRC-32; the C core does both in one pass.
 
-The C core reads each source once, and bypasses the caches when it writes. Without the C core, torch
-copies the tensors and zlib reads the whole buffer again, which takes three to four times as long.
+The C core reads each source once, and its writes bypass the caches. Without the C core, torch
+copies the tensors and zlib then reads the whole buffer, which takes three to four times as long.
 The CRC is the same.
 """
 
@@ -26,12 +26,12 @@ Piece = tuple[int, torch.Tensor]  # where it begins, in bytes, and a contiguous 
 def fill(vector: torch.Tensor, pieces: Sequence[Piece], crc: int = 0) -> int:
     """Copy pieces into a byte buffer, zero the gaps, and return the CRC-32.
 
-    The GIL is released during the call.
+    The C core releases the GIL during the call.
 
     Args:
         vector: the buffer to overwrite, [num_bytes] of uint8, contiguous.
         pieces: the pieces in ascending order of position, without overlaps.
-        crc: the CRC-32 of all preceding bytes; the returned checksum continues from it.
+        crc: the CRC-32 of all preceding bytes; the returned CRC continues from it.
     """
     as_bytes = [(first, _bytes_of(one)) for first, one in pieces if one.numel()]
     if _has_core:
@@ -46,7 +46,7 @@ def fill(vector: torch.Tensor, pieces: Sequence[Piece], crc: int = 0) -> int:
 
 
 def crc_of(vector: torch.Tensor, crc: int = 0) -> int:
-    """Return the CRC-32 of a byte buffer, [num_bytes] of uint8; `crc` is that of what precedes."""
+    """Return the CRC-32 of a byte buffer, [num_bytes] of uint8, continued from `crc`."""
     if not vector.numel():
         return crc
     data = vector.numpy().data

@@ -1,6 +1,6 @@
-"""List the contents of a buffer of shards, encoded without pickle.
+"""Describe the contents of a buffer of shards in an index that is encoded without pickle.
 
-A copy may come from another host, so its index must not be able to run code when it is read.
+A copy may come from another host, so decoding its index must not be able to run code.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Run:
     """A range of a flattened tensor's elements.
 
     Attributes:
-        name: the parameter's name.
-        key: the name within the optimizer's state; "" for the parameter itself.
-        start: the index of the first element.
+        name: the name of the parameter or buffer.
+        key: the key within its optimizer state; "" for the parameter or buffer itself.
+        start: the index of the first element in the flattened tensor.
         length: the number of elements.
         dtype: the dtype of the elements.
-        offset: the position of the first element among the ranges, in bytes.
+        offset: the first element's offset within the buffer's section of ranges, in bytes.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Run:
 class Scalars:
     """Zero-dimensional tensors, such as step counts, combined into one vector per dtype.
 
-    An optimizer often has one such tensor per parameter, and encoding each of them takes longer
-    than encoding a vector.
+    An optimizer often has one such tensor per parameter, and encoding them one by one takes longer
+    than encoding one vector.
     """
 
     def __init__(self) -> None:
@@ -57,13 +57,13 @@ class Scalars:
 
     @classmethod
     def of(cls, places: list[list[Any]], vectors: dict[str, torch.Tensor]) -> Self:
-        """Return the scalars at the given places of the given vectors."""
+        """Return the scalars at the given places in the given vectors."""
         scalars = cls()
         scalars.places, scalars._values = places, vectors
         return scalars
 
     def takes(self, name: str, key: str, value: Any) -> bool:
-        """Take a value if it is a 0-dim tensor on the host; return whether it was taken."""
+        """Add a value if it is a 0-dim tensor in host memory; return whether it was added."""
         if type(value) is not torch.Tensor or value.dim() or value.device.type != "cpu":
             return False
         dtype = str(value.dtype)
@@ -73,23 +73,24 @@ class Scalars:
         return True
 
     def vectors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the values that were taken, one vector per dtype."""
+        """Return copies of the values that were added, as one vector per dtype."""
         return {dtype: torch.stack(values) for dtype, values in self._values.items()}
 
     def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield the parameter's name, the key and the tensor for each value."""
+        """Yield the parameter's name, the key and a copy of the tensor for each value."""
         for name, key, dtype, place in self.places:
             yield name, key, self._values[dtype][place].clone()
 
 
 @dataclass(slots=True)
 class Index:
-    """The index of a buffer.
+    """The index of a buffer of shards.
 
     Attributes:
         runs: the ranges of elements.
-        values: the optimizer's undivided values except `scalars`, keyed by parameter and key.
-        scalars: the optimizer's zero-dimensional tensors.
+        values: the values of the optimizer's state that are in neither `runs` nor `scalars`, by
+            parameter and key.
+        scalars: the zero-dimensional tensors of the optimizer's state.
         keys: the keys of each parameter's optimizer state, in order.
         facts: other values; see `ShardsWriter`.
     """

@@ -2,12 +2,12 @@
 
 The memory does not have a name in any file system, and exists until all processes have closed it.
 The other ranks on the host open it when a world begins. The memory therefore outlives the rank that
-writes it, and is freed once all ranks have ended.
+writes it, and is freed once all of these ranks have closed it or exited.
 
-    token | stamp, with its own CRC | padding up to a page | content
+    token | stamp, with its own CRC | padding up to a page (4096 bytes) | content
 
-A forked child, such as a data loader's worker, closes all memory segments of its parent at once.
-Otherwise they would remain allocated in the child after the parent has released them.
+A forked child, such as a data loader's worker, closes all inherited memory segments immediately.
+Otherwise the child would keep them allocated after the parent has released them.
 
 The stamp is erased before the content changes, and is written once the content is complete. If a
 rank dies while writing a copy, the copy therefore has no stamp. The CRC of the content is checked
@@ -89,8 +89,8 @@ class CopyMemory:
     """A shared memory segment, in the process that created it or in another process.
 
     Args:
-        fd: the segment's descriptor, which is closed when this object is closed.
-        token: identifies the memory.
+        fd: the segment's descriptor, which `close` closes.
+        token: the random bytes that identify the segment.
     """
 
     def __init__(self, fd: int, token: bytes) -> None:
@@ -104,7 +104,7 @@ class CopyMemory:
         """Create an empty memory segment.
 
         Raises:
-            CollectiveError: the host has no memory left.
+            CollectiveError: memfd_create is not permitted, and /dev/shm is too full.
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
         fd = anonymous_file(_START)
@@ -113,12 +113,12 @@ class CopyMemory:
 
     @classmethod
     def open(cls, address: Address) -> CopyMemory:
-        """Open another process's memory.
+        """Open another process's memory segment.
 
         Raises:
-            FileNotFoundError: the process has ended, or has closed the memory.
-            ProcessLookupError: the pid or the descriptor is now in use for something else.
-            OSError: the system does not permit access.
+            FileNotFoundError: the process has ended, or has closed the segment.
+            ProcessLookupError: the PID or the descriptor now refers to something else.
+            OSError: the system denies access.
         """
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         token = os.pread(fd, _TOKEN_BYTES, 0)
@@ -134,7 +134,7 @@ class CopyMemory:
 
     @property
     def stamp(self) -> Stamp | None:
-        """The stamp of a complete copy, or None."""
+        """The stamp of the complete copy in this memory; None if there is no valid stamp."""
         return Stamp.unpack(os.pread(self._fd, len(_NONE), _TOKEN_BYTES))
 
     @property
@@ -143,11 +143,11 @@ class CopyMemory:
         return os.fstat(self._fd).st_size
 
     def erase(self) -> None:
-        """Erase the stamp. Call this method before the content changes."""
+        """Erase the stamp. Call this before changing the content."""
         os.pwrite(self._fd, _NONE, _TOKEN_BYTES)
 
     def content(self, num_bytes: int) -> torch.Tensor:
-        """Return the content, [num_bytes] of uint8, after growing the memory if necessary.
+        """Return a view of the content, [num_bytes] of uint8; grow the memory if necessary.
 
         Raises:
             OSError: the host has no memory left.
@@ -172,7 +172,7 @@ class CopyMemory:
         return crc_of(self.content(stamp.num_bytes)) == stamp.crc
 
     def close(self) -> None:
-        """Close this process's access to the memory."""
+        """Unmap the memory and close its descriptor in this process. Idempotent."""
         self._unmap()
         if self._fd >= 0:
             os.close(self._fd)

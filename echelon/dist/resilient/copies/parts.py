@@ -1,4 +1,4 @@
-"""Name the parts of a model's tensors that a rank holds, whether shards or full tensors."""
+"""Describe the parts of a model's tensors that a rank holds, whether shards or full tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Part:
         start: the index of this rank's first element in the flattened tensor.
         length: the number of elements on this rank, which may be 0.
         data: the elements, in memory that belongs to the model.
-        tensor: the tensor that the optimizer knows, which has the shape of the sharded values in
-            the optimizer's state.
-        stage: the index of the stage that holds it, if the model is a pipeline.
+        tensor: the tensor registered with the optimizer. Sharded values in the optimizer's state
+            have its shape.
+        stage: the index of the stage that holds the tensor, if the model is a pipeline.
     """
 
     name: str
@@ -37,18 +37,21 @@ class Part:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor, stage: int) -> Part:
-        """Return all of a tensor."""
+        """Return a part that covers a full tensor."""
         return cls(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach(), tensor, stage)
 
     def divides(self, value: Any) -> bool:
-        """Return whether a value in the optimizer's state has one element per element of this."""
+        """Return whether a value in the optimizer's state is sharded in the same way as this part.
+
+        The value must be a tensor of the same shape as `tensor`, with at least one dimension.
+        """
         return (
             isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == self.tensor.shape
         )
 
 
 def sharded_parts(module: nn.Module, prefix: str = "", stage: int = 0) -> dict[str, Part]:
-    """Return this rank's shards of a module, by the parameters' names with a prefix."""
+    """Return this rank's shards of a module, keyed by the prefix plus the parameter's name."""
     found = [
         Part(prefix + name, one.shape, one.start, one.length, one.data, one.parameter, stage)
         for name, one in shards(module).items()
@@ -57,7 +60,7 @@ def sharded_parts(module: nn.Module, prefix: str = "", stage: int = 0) -> dict[s
 
 
 def exposed_storages(modules: Iterable[nn.Module], parts: Mapping[str, Part]) -> set[int]:
-    """Return the addresses of the memory to which a forward or backward pass may write."""
+    """Return the data pointers of the storages that a forward or backward pass may write to."""
     found: list[torch.Tensor] = []
     for module in modules:
         found += [*module.parameters(), *module.buffers()]

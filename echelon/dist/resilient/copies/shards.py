@@ -6,9 +6,9 @@ buffer:
     length of the index, 8 bytes | index | padding | the index's tensors | ranges of elements
 
 Tensors and ranges are aligned to 64 bytes. Ranges that may be written later than the others are at
-the end; see `ShardsWriter`. The index lists a range of elements for each part, and for each
-tensor of the optimizer that is sharded in the same way. Each rank restores its elements from the
-ranges that contain them, so the parts can be restored on any number of ranks.
+the end; see `ShardsWriter`. The index lists one range of elements for each part, and one for each
+tensor of its optimizer state that is sharded in the same way. Each rank restores its elements from
+the ranges that contain them, so the parts can be restored on any number of ranks.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _LENGTH_BYTES = 8
 
 
 class ShardsWriter:
-    """A writer of a rank's parts of a model and of the optimizer's state for these parts.
+    """A writer for a rank's parts of a model and the optimizer's state for these parts.
 
     `write_rest` writes the optimizer's state, and may be called on another thread while the next
-    step computes, because only the optimizer writes to that state. All else is written by
-    `write_first`: a program may change parameters at the start of a step, and through `.data`, of
-    which torch keeps no version. Tensors of the optimizer that share memory with parameters or
-    gradients are not left to `write_rest` either.
+    step computes, because only the optimizer writes to that state. `write_first` writes everything
+    else, because a program may change parameters at the start of a step, even through `.data`,
+    which bypasses torch's version counters. `write_first` also writes optimizer tensors that share
+    memory with parameters or gradients.
 
     Args:
         parts: the parts, by name.
         optimizer: the optimizer of the parts' tensors.
-        exposed: the addresses of the memory to which a forward or backward pass may write.
-        facts: other values that the index is to have.
+        exposed: the data pointers of the storages that a forward or backward pass may write to.
+        facts: other values to store in the index.
 
     Attributes:
-        num_bytes: the size of the buffer that `write` needs.
+        num_bytes: the size of the buffer that `write` needs, in bytes.
 
     Raises:
         ValueError: a value of the optimizer's state cannot be reproduced exactly.
@@ -97,7 +97,7 @@ class ShardsWriter:
 
     @torch.no_grad()
     def write_first(self, content: torch.Tensor) -> int:
-        """Write what may change once the next step begins; return the CRC-32 up to there."""
+        """Write the data that may change once the next step begins; return its CRC-32."""
         length = len(self._parcel.head).to_bytes(_LENGTH_BYTES, "little")
         head = torch.frombuffer(bytearray(length + self._parcel.head), dtype=torch.uint8)
         own = zip(_places(self._parcel), (one.cpu() for one in self._parcel.tensors), strict=False)
@@ -110,7 +110,7 @@ class ShardsWriter:
         """Write the rest of the optimizer's state; return the buffer's CRC-32.
 
         Args:
-            content: the buffer.
+            content: the buffer that was passed to `write_first`.
             crc: the result of `write_first`.
         """
         pieces = self._pieces(self._num_first, len(self._tensors), -self._first_end)
@@ -121,17 +121,17 @@ class ShardsWriter:
         return [(run.offset + shift, data) for run, data in runs]
 
     def count_change(self, tensor: torch.Tensor) -> None:
-        """Have torch count a change that is about to be made by other code, such as a collective.
+        """Increment the version counter of a tensor that a collective is about to change.
 
-        Other tensors than those that are to be written later are ignored.
+        Tensors whose memory `write_rest` does not read are ignored.
         """
         if tensor.device.type == "cpu" and _storage_of(tensor) in self._storages:
             torch.autograd.graph.increment_version(tensor)
 
     def changed(self) -> str:
-        """Return the name of a tensor that was to be written later, and has changed since; or "".
+        """Return the name of a `write_rest` tensor that has changed since `__init__`, or "".
 
-        Only changes that torch counts are noticed, and those passed to `count_change`.
+        Only changes that torch counts, or that `count_change` reported, are detected.
         """
         for part, key, value, version in self._later:
             if value._version != version:
@@ -140,10 +140,10 @@ class ShardsWriter:
 
 
 class ShardsReader:
-    """A reader of the ranges in one buffer.
+    """A reader for the index and the ranges of one buffer.
 
     Args:
-        content: a buffer that `ShardsWriter` wrote.
+        content: the buffer, as written by `ShardsWriter`.
 
     Raises:
         ValueError: the buffer does not begin with an index.
@@ -174,11 +174,11 @@ class IncompleteCopiesError(Exception):
 class ShardsRestore:
     """An object that restores this rank's parts and their optimizer state from several buffers.
 
-    A buffer may hold parts that this rank does not need, and the same range may be in several
-    buffers.
+    A buffer may contain parts that this rank does not need, and several buffers may contain the
+    same range.
 
     Args:
-        parts: the parts by name, whose data is overwritten.
+        parts: the parts to overwrite, by name.
         optimizer: the optimizer of the parts' tensors.
     """
 
@@ -192,7 +192,7 @@ class ShardsRestore:
 
     @torch.no_grad()
     def add(self, vector: torch.Tensor) -> Index:
-        """Copy the elements that this rank needs from one buffer; return the buffer's index."""
+        """Copy the elements that this rank needs from a buffer; return the buffer's index."""
         reader = ShardsReader(vector)
         index = reader.index
         for name, keys in index.keys.items():
@@ -219,7 +219,7 @@ class ShardsRestore:
             self._num_filled[run.name, run.key] += last - first
 
     def _flat(self, part: Part, run: Run) -> torch.Tensor:
-        """Return where the elements of a part belong, [length]."""
+        """Return the flat tensor, [length], into which the elements of a part are copied."""
         target = self._target(part, run)
         if target.is_contiguous():
             return target.view(-1)
@@ -239,10 +239,10 @@ class ShardsRestore:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Load the restored state into the optimizer.
+        """Load the restored state into the optimizer, once all buffers have been added.
 
         Raises:
-            IncompleteCopiesError: an element that this rank needs was not in any of the buffers.
+            IncompleteCopiesError: the buffers did not contain an element that this rank needs.
         """
         for name, part in self._parts.items():
             state = self._states.get(name)
@@ -267,7 +267,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
-    """Return whether only the optimizer writes to a tensor, as far as can be known."""
+    """Return whether only the optimizer writes to a tensor, so that `write_rest` may copy it."""
     return (
         type(value) is torch.Tensor
         and value.device.type == "cpu"
@@ -277,7 +277,7 @@ def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
 
 
 def _places(parcel: Parcel) -> list[int]:
-    """Return where each of an index's tensors begins, and then where the ranges begin."""
+    """Return the byte offset of each of an index's tensors, and then that of the ranges."""
     places = [_rounded(_LENGTH_BYTES + len(parcel.head))]
     for tensor in parcel.tensors:
         places.append(places[-1] + _rounded(tensor.nbytes))

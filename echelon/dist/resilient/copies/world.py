@@ -1,9 +1,9 @@
 """Make the copies of one world, and find the copies that this process can read.
 
-Each rank writes its parts of the model alternately into two memory segments, so that one complete
+Each rank writes its parts of the model alternately to two memory segments, so that one complete
 copy always exists. All ranks at the same place open both segments. If there are several places,
-each rank also sends its copy to a partner at another place. The partner keeps the copy in two
-segments that all ranks there can read.
+each rank also sends its copies to a partner at another place, unless another place has a replica of
+its parts. The partner keeps the copies in two segments that all ranks at its place can read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _VOID = -1  # the step of a copy whose source changed while it was copied
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The memory segments that one process keeps for one owner."""
+    """The memory segments that one rank (the keeper) keeps for one owner's copies."""
 
     owner: int
     keeper: int
@@ -59,7 +59,7 @@ class WorldCopies:
         roster: the world's ranks, as numbered by the launcher.
         sets: the world's ranks, in sets that hold the same parts of the model.
         own_rank: this rank, as numbered by the launcher.
-        is_one_place: whether all ranks can read each other's memory, so no copy is exchanged.
+        is_one_place: True if all ranks can read each other's memory, so no copies are exchanged.
 
     Raises:
         CollectiveError: a rank was lost, or the memory of a rank at this place cannot be opened.
@@ -114,20 +114,20 @@ class WorldCopies:
 
     @property
     def timeout_s(self) -> float:
-        """The time that a copy may take, including its exchange with the partners."""
+        """The time limit for a copy and its exchange with the partners, in seconds."""
         return self._group.timeout_s * (2 + 2 * len(self._kept))
 
     @property
     def num_bytes(self) -> int:
-        """The total size in bytes of the copies that this rank keeps, including its own."""
+        """The total size of the copies that this rank keeps, including its own, in bytes."""
         held = [self._own, *self._kept.values()]
         return sum(memory.num_bytes for one in held for memory in one.memories)
 
     def begin(self, writer: ShardsWriter, step: int) -> Copying:
-        """Copy the part of this rank's state that may change once the next step begins.
+        """Begin a copy: copy the state that may change once the next step begins.
 
-        The result completes the copy: it copies the rest, and exchanges copies with the partners if
-        there are several places.
+        The returned object completes the copy: it copies the rest of the state and, if there are
+        several places, exchanges copies with the partners.
 
         Raises:
             OSError: the host has no memory left.
@@ -156,9 +156,9 @@ class WorldCopies:
         return Copying(step, complete, commit, exchange)
 
     def discard_newest(self) -> None:
-        """Have the next copy overwrite the newest one, and keep the one before. Call on all ranks.
+        """Make the next copy overwrite the newest one, so that the previous copy is kept.
 
-        Call this if the newest copy of some rank is void.
+        All ranks must call this if the newest copy of any rank is void.
         """
         newest = (self._num_written - 1) % _NUM
         for held in (self._own, *self._kept.values()):
@@ -166,7 +166,7 @@ class WorldCopies:
         self._num_written -= 1
 
     def void_newest(self) -> None:
-        """Remove the stamp of this rank's newest copy."""
+        """Erase the stamp of this rank's newest copy."""
         self._own.memories[(self._num_written - 1) % _NUM].erase()
 
     def _exchange(
@@ -205,10 +205,10 @@ class WorldCopies:
     # ---- reading ----
 
     def offers(self, survivors: Sequence[int]) -> Iterator[Offer]:
-        """Yield the copies that this rank must read on behalf of all survivors.
+        """Yield the copies that this rank offers to read on behalf of all survivors.
 
-        Each survivor reads its own copy. The first survivor at a place also reads the copies of
-        lost ranks. Damaged copies are left out.
+        Each survivor offers its own copies. The lowest surviving rank at a place also offers the
+        copies of lost ranks. Incomplete and damaged copies are omitted.
         """
         reads_for_lost = self.own_rank == min(rank for rank in self._here if rank in survivors)
         for held in self._readable:
@@ -220,7 +220,7 @@ class WorldCopies:
                         yield Offer(stamp.version, stamp.owner)
 
     def find(self, version: Version, owner: int) -> CopyMemory | None:
-        """Return the memory of a copy that this process can read, or None."""
+        """Return the memory segment with a given copy, or None if this process cannot read it."""
         for held in self._readable:
             for memory in held.memories:
                 stamp = memory.stamp
@@ -248,19 +248,18 @@ def collected(
 ) -> Iterator[torch.Tensor]:
     """Yield the copies of all shards of a state, one at a time. Collective.
 
-    Ranks at the same place read each other's memory. A rank that was not in the state's world opens
-    the memory for this purpose. If there are several places, each copy is broadcast, so every rank
-    needs memory for one more copy.
+    If all ranks are at the same place, they read each other's memory. A rank that was not in the
+    state's world opens the memory temporarily. If there are several places, each copy is broadcast,
+    so every rank needs memory for one more copy.
 
     Args:
-        worlds: the worlds whose copies this rank can read; none on a rank that joins.
+        worlds: the worlds whose copies this rank can read; empty on a joining rank.
         group: the ranks that restore the state.
         version: the state.
-        holders: a rank of the group that can read the copy, for each rank of the state's world, or
-            for one rank of each set that holds the same shards.
+        holders: see `Choice.holders`.
 
     Raises:
-        CollectiveError: a rank was lost, or a copy was damaged in transit.
+        CollectiveError: a rank was lost, or a copy cannot be read or was damaged in transit.
     """
     world = next((one for one in worlds if one.epoch == version.epoch), None)
     memories = {owner: world.find(version, owner) for owner in sorted(holders)} if world else {}
@@ -314,7 +313,7 @@ def _broadcast(group: ProcessGroup, copy: torch.Tensor | None, root: int) -> tor
 
 
 def sets_of(size: int, num_replicas: int) -> list[list[int]]:
-    """Return the ranks of a group in sets that hold the same shards.
+    """Return the ranks of a group, grouped into sets that hold the same shards.
 
     Example:
         >>> sets_of(6, 2), sets_of(2, 1)
@@ -333,8 +332,8 @@ def opened(keeper: int, address: Address) -> CopyMemory:
     """Open a memory segment that another rank at this place keeps.
 
     Raises:
-        PeerLostError: the other rank has ended.
-        CollectiveError: the system does not permit access.
+        PeerLostError: the other rank has ended, or has closed the segment.
+        CollectiveError: the system denies access.
     """
     try:
         return CopyMemory.open(address)

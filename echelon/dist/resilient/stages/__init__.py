@@ -1,1 +1,1 @@
-"""Keep the state of a pipeline's stages, and restore it in stages that are built again."""
+"""Keep the state of a pipeline's stages, and restore it in rebuilt stages."""

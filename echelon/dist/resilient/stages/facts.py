@@ -1,8 +1,8 @@
-"""Describe what else the steps may have changed in a rank's stages and optimizer, by name.
+"""Record the settings of a rank's stages and optimizer that steps may change, by name.
 
-These are the settings of the optimizer's groups, `training` of each module, and `requires_grad` of
-each parameter. Stages that are built again get the values of the same names, whichever rank had
-them.
+These are the settings of the optimizer's parameter groups, `training` of each module, and
+`requires_grad` of each parameter. Rebuilt stages receive the values recorded under the same names,
+regardless of which rank recorded them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OWN = ("params", "param_names")  # of a group of the optimizer; they differ bet
 
 
 def facts_of(setup: PipelineSetup[Any]) -> dict[str, Any]:
-    """Return the values for the index of a copy; see `Facts`."""
+    """Return the settings to store in the index of a copy; see `Facts`."""
     stages = setup.pipe.stages
     names = _names(setup)
     modes: dict[str, set[bool]] = {}
@@ -40,7 +40,7 @@ def facts_of(setup: PipelineSetup[Any]) -> dict[str, Any]:
 
 
 class Facts:
-    """The facts of all stages of the whole model, collected from the copies of all ranks."""
+    """The settings of the whole model's stages, collected from the copies of all ranks."""
 
     def __init__(self) -> None:
         self._modes: dict[str, set[bool]] = {}
@@ -49,7 +49,7 @@ class Facts:
         self._groups: dict[int, dict[str, Any]] = {}  # for groups that have no parameters here
 
     def add(self, facts: dict[str, Any]) -> None:
-        """Add the facts of one copy."""
+        """Add the settings from one copy's index."""
         for name, is_training in facts["modes"].items():
             self._modes.setdefault(name, set()).add(is_training)
         self._trains |= facts["trains"]
@@ -59,10 +59,10 @@ class Facts:
                 self._groups.setdefault(number, settings)
 
     def apply(self, setup: PipelineSetup[Any]) -> None:
-        """Set the values of stages and optimizer.
+        """Apply the settings to the stages and the optimizer of a new world.
 
         Raises:
-            ValueError: a group of the optimizer has parameters that had different settings.
+            ValueError: an optimizer group contains parameters that had different settings.
         """
         stages = setup.pipe.stages
         for name, module in named_modules(stages):
@@ -100,7 +100,7 @@ class Facts:
 
 
 def _names(setup: PipelineSetup[Any]) -> dict[torch.Tensor, list[str]]:
-    """Return the names of each parameter of the optimizer in the whole model."""
+    """Return the names that each tensor of the stages has in the whole model."""
     found: dict[torch.Tensor, list[str]] = {}
     for name, tensor, _ in named_tensors(setup.pipe.stages):
         found.setdefault(tensor, []).append(name)

@@ -1,4 +1,4 @@
-"""Find out which rank of a world holds which parts of the whole model."""
+"""Determine which parts of the whole model each rank of a world holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Holding:
         dtype: the dtype's name.
         start: the index of the first element in the flattened tensor.
         length: the number of elements.
-        stage: the index of the stage that holds it.
+        stage: the index of the stage that holds the tensor.
     """
 
     shape: tuple[int, ...]
@@ -47,17 +47,18 @@ class Layout:
     Args:
         rows: the parts of each rank.
         ranks: each rank's number, as numbered by the launcher.
-        stages: the indices of each rank's stages, which need not have tensors. By default, those
-            of the parts.
+        stages: the indices of each rank's stages, including stages without tensors. By default,
+            only the stages of the parts count.
 
     Attributes:
-        sets: the places of the ranks, in sets that hold the same parts of the same stages.
-        kinds: dtype and shape of each tensor of the whole model, by name.
-        shared: a text for messages for each part that several ranks hold, by name, first element
-            and number of elements.
+        sets: sets of ranks, by position in `rows`, that hold the same parts of the same stages.
+        kinds: the dtype and shape of each tensor of the whole model, by name.
+        shared: a description, for messages, of each part that several ranks hold. The key is the
+            tensor's name, the part's first element and its number of elements.
 
     Raises:
-        ValueError: ranks hold different tensors of the same name, or do not hold all elements.
+        ValueError: ranks hold different tensors under one name, parts overlap, or no rank holds
+            some elements.
     """
 
     def __init__(
@@ -92,10 +93,12 @@ class Layout:
 
     @classmethod
     def agreed(cls, parts: dict[str, Part], stages: Sequence[int], group: ProcessGroup) -> Layout:
-        """Exchange the parts that the ranks of a group hold. Collective.
+        """Exchange descriptions of the parts that a group's ranks hold, and return the layout.
+
+        Collective.
 
         Raises:
-            ValueError: see the class.
+            ValueError: as for the class.
             CollectiveError: a rank was lost.
         """
         mine = {
@@ -110,10 +113,10 @@ class Layout:
         return cls(rows, group.ranks, [indices for _, indices in told])
 
     def check_same_model(self, before: Layout) -> None:
-        """Check that this is a layout of the same whole model as in an earlier world.
+        """Check that this layout and an earlier world's are of the same whole model.
 
         Raises:
-            ValueError: a tensor is missing, was added, or has another shape or dtype.
+            ValueError: a tensor was removed or added, or its shape or dtype has changed.
         """
         for name in sorted(before.kinds.keys() | self.kinds.keys()):
             was, now = before.kinds.get(name), self.kinds.get(name)

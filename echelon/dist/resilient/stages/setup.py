@@ -1,4 +1,4 @@
-"""The objects that train a pipeline in one world, as a program's `build` function returns them."""
+"""The objects needed to train a pipeline in one world, as returned by a program's `build`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class PipelineSetup(Generic[_T]):
-    """The objects that train a pipeline in one world; see `run_pipeline`.
+    """The objects needed to train a pipeline in one world; see `run_pipeline`.
 
     Attributes:
         pipe: the pipeline.
         optimizer: the optimizer of the pipeline's parameters.
         train_step: computes one step, given the step's number. It must change only the pipeline's
-            parameters and buffers, the optimizer, `also` and random numbers.
+            parameters and buffers, the optimizer, `also` and the random number generators.
         also: schedules and other objects whose state the steps change. Their state must be equal on
             all ranks.
 
@@ -47,10 +47,10 @@ class PipelineSetup(Generic[_T]):
 
 
 def check_setup(setup: Any) -> None:
-    """Check that the state of all objects can be copied and restored.
+    """Check that `build` returned a setup whose state can be copied and restored.
 
     Raises:
-        ValueError: `build` returned something else, or a part of it cannot be restored.
+        ValueError: `setup` is not a `PipelineSetup`, or a part of its state cannot be restored.
     """
     if not isinstance(setup, PipelineSetup):
         raise ValueError(f"build must return a PipelineSetup, not {type(setup).__name__}")
@@ -81,9 +81,9 @@ def check_setup(setup: Any) -> None:
 
 
 def named_tensors(stages: Sequence[Stage]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Yield the parameters and buffers of stages.
+    """Yield the name, the tensor and the stage index of each parameter and buffer of stages.
 
-    Each is yielded with all of its names in the whole model, and with the index of its stage.
+    The name is that in the whole model. A tensor with several names is yielded once per name.
     """
     for stage in stages:
         module = stage.module
@@ -94,17 +94,17 @@ def named_tensors(stages: Sequence[Stage]) -> Iterator[tuple[str, torch.Tensor, 
 
 
 def named_modules(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of stages, with their names in the whole model."""
+    """Yield each module of stages with its name in the whole model."""
     for stage in stages:
         for name, module in stage.module.named_modules(remove_duplicate=False):
             yield (stage.prefix + name).removesuffix("."), module
 
 
 def parts_of(stages: Sequence[Stage]) -> dict[str, Part]:
-    """Return what a rank's stages hold of the whole model, by name.
+    """Return the parts of the whole model that a rank's stages hold, by name.
 
-    A tensor that has several names is returned for each of them, because stages that are built
-    later may hold it under one of these names alone.
+    A tensor with several names is returned under each of them, because stages that are built later
+    may have only one of these names.
     """
     found: dict[str, Part] = {}
     for stage in stages:

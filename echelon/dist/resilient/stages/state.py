@@ -1,9 +1,9 @@
-"""Keep the state of a pipeline's stages so that the state survives the loss of ranks.
+"""Keep the state of a pipeline's stages so that it survives the loss of ranks.
 
-Each rank copies parameters, buffers and optimizer state of its stages into memory that outlives the
-rank; see `copied.py`. They are named as in the whole model, so that stages that are built for other
-ranks can be filled from them. Each rank keeps its own copy of the state that is equal on all ranks
-(schedules), and of the state of its random number generators.
+Each rank copies the parameters, buffers and optimizer state of its stages into memory that outlives
+the rank; see `copied.py`. The copies use the names of the whole model, so that stages built on
+other ranks can be restored from them. Each rank keeps its own copy of the state that is equal on
+all ranks, such as schedules, and of its RNG states.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from echelon.dist.resilient.stages.setup import PipelineSetup, check_setup, part
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """What a rank keeps in its own memory."""
+    """The state that a rank keeps in its own memory."""
 
     also: list[dict[str, Any]]
     random: dict[str, Any]
@@ -57,10 +57,10 @@ class StagesState(CopiedState):
         return self._setup
 
     def forget(self) -> Callable[[], Pipeline | None]:
-        """Forget the objects of the world before, so that their memory is free for the next.
+        """Release the objects of the previous world, to free their memory for the next world.
 
         Returns:
-            A reference to that world's pipeline, as long as it exists.
+            A weak reference to the previous world's pipeline.
         """
         self.close()
         if self._setup is None:
@@ -71,19 +71,20 @@ class StagesState(CopiedState):
         return before
 
     def adopt(self, setup: PipelineSetup[Any]) -> None:
-        """Take over the objects of a new world. Local.
+        """Check and adopt the objects of a new world. Local.
 
         Raises:
-            ValueError: a part of them cannot be restored.
+            ValueError: a part of their state cannot be restored.
         """
         check_setup(setup)
         self._setup = setup
 
     def agree(self, group: ProcessGroup) -> None:
-        """Exchange which rank holds which parts. Collective.
+        """Exchange which parts of the model each rank holds. Collective.
 
         Raises:
-            ValueError: the stages are not the whole model, or not that of the world before.
+            ValueError: the stages do not form the whole model, or the model has changed since the
+                previous world.
             CollectiveError: a rank was lost.
         """
         stages = [stage.index for stage in self.setup.pipe.stages]
@@ -109,7 +110,7 @@ class StagesState(CopiedState):
         """See `CopiedState.keep`.
 
         Raises:
-            ValueError: the optimizer has state that would not be copied.
+            ValueError: the optimizer has state for a tensor that is not in the pipeline.
         """
         for stage in self.setup.pipe.stages:
             reshard(stage.module)
@@ -131,9 +132,9 @@ class StagesState(CopiedState):
         return ShardsWriter(parts, setup.optimizer, exposed=exposed, facts=facts_of(setup))
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that all state that should be equal on several ranks is. Collective.
+        """Check that state that several ranks hold is equal on them. Collective.
 
-        These are parts that several ranks hold, such as replicas, and `also`.
+        This state is `also`, and the parts that several ranks hold, such as replicas.
 
         Raises:
             ValueError: a part differs between ranks, or cannot be compared.
@@ -163,7 +164,7 @@ class StagesState(CopiedState):
     # ---- after a loss ----
 
     def restore_rest(self, step: int | None) -> None:
-        """Restore `also` and the random number generators. Local."""
+        """Restore `also` and the RNG states. Local."""
         if step is not None:
             self._at = self._rest_steps.index(step)
         rest, also = self._rest[self._at], self.setup.also
@@ -178,10 +179,10 @@ class StagesState(CopiedState):
         set_random_state(rest.random)
 
     def restore_from(self, choice: Choice, group: ProcessGroup) -> None:
-        """Fill the stages and the optimizer of a new world. Collective.
+        """Restore the stages and the optimizer of a new world from copies. Collective.
 
         Raises:
-            ValueError: `build` has put parameters that had different settings into one group.
+            ValueError: `build` put parameters with different settings into one optimizer group.
             CollectiveError: a rank was lost, or a copy cannot be read.
         """
         restore, facts = ShardsRestore(self._parts(), self.setup.optimizer), Facts()
@@ -195,7 +196,7 @@ class StagesState(CopiedState):
     # ---- when a rank joins ----
 
     def select(self, step: int) -> None:
-        """Choose the state of a step as the one that `contents` returns. Local."""
+        """Select the step whose state `contents` returns. Local."""
         self._at = self._rest_steps.index(step)
 
     def contents(self) -> dict[str, Any]:
@@ -205,7 +206,7 @@ class StagesState(CopiedState):
         return {"also": rest.also, "random": rest.random}
 
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """See `CopiedState.fill`. The objects that get the state are built later."""
+        """See `CopiedState.fill`. The objects that receive the state are built later."""
         self._at, self._rest_steps = 0, [step, -1]
         self._rest = [_Rest(contents["also"], contents["random"]), None]
 
@@ -222,7 +223,7 @@ class StagesState(CopiedState):
         self._rest_steps = [-1, -1]
 
     def restore(self) -> None:
-        """Restore the RNG states. All else is as it was kept: nothing was built since."""
+        """Restore the RNG states. No other state has changed since it was kept."""
         rest = self._rest[self._at]
         assert rest is not None
         set_random_state(rest.random)

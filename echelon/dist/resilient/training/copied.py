@@ -1,20 +1,21 @@
-"""Train a model of which ranks hold different parts, which are restored from copies after a loss.
+"""Train a model whose parts are on different ranks, and restore lost parts from copies.
 
 [Note: copied models] The live state of a lost rank is gone, so the survivors continue from the
-newest step for which copies of all parts exist. Each rank copies the start of a step before it ends
-the step, partly on a thread while the step computes. The collective that ends the step returns the
-step whose copies are complete on all ranks: this step or, if a copy is void, the one before. A step
-is therefore committed at least one step later than for a replicated model, and `CopiedState` keeps
-the states of two steps.
+newest step for which copies of all parts exist. Each rank copies the state at the start of a step
+before the step ends, partly on a background thread while the step computes. The collective that
+ends the step returns the newest step whose copies are complete on all ranks: this step or, if a
+copy is void, the previous one. A step is therefore committed at least one step later than for a
+replicated model, and `CopiedState` keeps the states of two steps.
 
-[Note: joining a copied model] Ranks that leave a step to let others join have copied its result
-before they meet. The end of the step is therefore the newest state with copies of all parts. No
-work is repeated, and the step is committed in the new world. A joining rank first receives the
-state that is not copied, and then restores its parts from the copies like any other rank. It counts
-as a newcomer until all copies of the new world are complete. If another rank is lost before then,
-the newcomer begins again. Its copies may nevertheless be needed, because other ranks may already
-have released the copies of the old world. The newcomer therefore offers its copies like any other
-rank. It receives the rest of the state again only if it does not have it for the chosen step.
+[Note: joining a copied model] When ranks end a step to let other ranks join, they complete the
+copies of its result before the rendezvous. The end of the step is therefore the newest state with
+copies of all parts. No work is repeated, and the step is committed in the new world. A joining rank
+first receives the state that is not copied, and then restores its parts from the copies like any
+other rank. It counts as a newcomer until all copies of the new world are complete. If another rank
+is lost before then, the newcomer joins again from the start. Its copies may still be needed,
+because other ranks may already have released the copies of the old world. The newcomer therefore
+offers its copies like any other rank. It receives the rest of the state again only if it does not
+have that state for the chosen step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class CopiedTraining(Training[_T], ABC):
-    """One call to `run` on this rank with copies; see [Note: copied models]."""
+    """One call to `run` or `run_pipeline` on this rank, with copies; see [Note: copied models]."""
 
     _state: CopiedState
 
@@ -65,10 +66,10 @@ class CopiedTraining(Training[_T], ABC):
 
     @abstractmethod
     def _call_from_checkpoint(self) -> int:
-        """Call the program's function that loads the newest checkpoint. Collective."""
+        """Call the program's `from_checkpoint`, and return its result. Collective."""
 
     def close(self) -> None:
-        """Stop copying, also if training has failed."""
+        """Stop copying. Also called after training has failed."""
         self._state.close()
 
     def _enter(self, world: World) -> None:
@@ -84,7 +85,7 @@ class CopiedTraining(Training[_T], ABC):
         self._note(self._kept, repeats=self._repeats)
 
     def _note_entered(self) -> None:
-        """Note that this rank has the state of a new world, and its copies are complete."""
+        """Record that this rank has the new world's state and that all copies are complete."""
         self._is_newcomer = False
 
     def _restore(self, group: ProcessGroup) -> None:
@@ -152,7 +153,7 @@ class CopiedTraining(Training[_T], ABC):
         self._state.stop(self._limit_s)
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Commit the steps that no loss can undo any more, and copy the state."""
+        """Commit the steps that a loss can no longer undo, and copy the state."""
         self._results[self._kept] = self._result
         self._result = None
         is_last = self._finished == self._total or not (self._may_continue and is_kept)
@@ -204,7 +205,7 @@ class CopiedTraining(Training[_T], ABC):
         return target, self._repeats
 
     def _arrive(self, target: int, *, repeats: int) -> None:
-        """Do nothing: `_enter` reports this rank's arrival."""
+        """Do nothing, because `_enter` reports that this rank is ready."""
 
     # ---- when a rank joins ----
 
@@ -212,7 +213,10 @@ class CopiedTraining(Training[_T], ABC):
         return self._state.contents()
 
     def _hand_over_rest(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Send or receive what is not copied; compare it unless it is to be replaced."""
+        """Send or receive the state that is not copied, and compare it on all ranks.
+
+        The comparison is skipped if a checkpoint is about to replace the state.
+        """
         if group.rank == source:
             for place in newcomers:
                 send_state(group, place, self._contents)
@@ -233,7 +237,7 @@ class CopiedTraining(Training[_T], ABC):
 
 
 def checkpoint_step(found: Sequence[Any], newest: int) -> int:
-    """Return the step from which all ranks resume training.
+    """Check that `from_checkpoint` returned one valid step on all ranks, and return that step.
 
     Args:
         found: the result of `from_checkpoint` on each rank.

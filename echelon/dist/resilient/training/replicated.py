@@ -1,9 +1,9 @@
 """Train a replicated model; when a rank is lost, the survivors repeat the step.
 
-[Note: kept and finished] Each rank has two numbers. `kept` is the step at whose start the rank
-copied its state. `finished` is the first step that the rank has not finished. Each step ends with a
-barrier. A rank increases `finished` before the barrier. After the barrier, the rank copies its
-state and increases `kept`. The survivors' numbers therefore differ by at most one step. The
+[Note: kept and finished] Each rank keeps two step numbers. `kept` is the step at whose start the
+rank copied its state. `finished` is the first step that the rank has not finished. Each step ends
+with a barrier. A rank increments `finished` before the barrier. After the barrier, the rank copies
+its state and increments `kept`. The survivors' numbers therefore differ by at most one step. The
 survivors continue from the lowest value of `finished`. Every survivor has the state for that step,
 either live or as a copy.
 
@@ -57,7 +57,7 @@ class Training(Generic[_T]):
     """One call to `run` on this rank.
 
     Args:
-        joins: what this rank knows about ranks that will join.
+        joins: the newest epoch in which other ranks join, as seen by this rank.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Training(Generic[_T]):
         """Train up to the last step, in as many successive worlds as necessary.
 
         Args:
-            world: the ranks that started together; not used by a rank that joins later.
+            world: the world of the ranks that started together. A rank that joins later ignores it.
         """
         now = self._be_admitted() if self._is_newcomer else world
         while True:
@@ -114,7 +114,7 @@ class Training(Generic[_T]):
             note_standing(replace(self._standing, state=State.DONE))
 
     def close(self) -> None:
-        """Release what steps have left behind, also if training has failed."""
+        """Release the resources that steps still hold. Also called after training has failed."""
 
     def _train_in(self, world: World) -> None:
         self._enter(world)
@@ -139,27 +139,27 @@ class Training(Generic[_T]):
                 raise JoinDue(f"ranks are due to join in epoch {entered}", operation="join")
 
     def _end_step(self, world: World) -> int:
-        """End a step on all ranks; return the epoch to enter, or 0. Collective."""
+        """End a step on all ranks; return the epoch to enter next, or 0 for none. Collective."""
         return self._joins.end_step(world.group, self._epochs.number)
 
     def _complete_copies(self) -> None:
         """Wait until all copies of this rank are complete."""
 
     def _stop_copying(self) -> None:
-        """Wait for a thread that copies the state of a step that was abandoned."""
+        """Wait for the thread that copies the state of an abandoned step."""
 
     def _is_kept(self, world: World) -> bool:
         """Return whether the state must be copied because other ranks exist or may join."""
         return world.group.size > 1 or self._joins.is_on
 
     def _be_admitted(self) -> World:
-        """Wait until the other ranks let this one join."""
+        """Wait until the other ranks admit this rank, and return the world that it joins."""
         self._has_begun = True
         note_standing(Standing(state=State.JOINING))
         return self._recover(JoinDue("this rank joins", operation="join"))
 
     def _enter(self, world: World) -> None:
-        """Do the collective work that must precede `prepare` in a new world."""
+        """Run the collectives that must precede `prepare` in a new world."""
 
     def _begin(self, world: World) -> None:
         self._finished = self._first
@@ -172,10 +172,10 @@ class Training(Generic[_T]):
             self._check_portable()
 
     def _check_portable(self) -> None:
-        """Check at the start that the state could be sent to a rank that joins.
+        """Check, before the first step, that the state can be sent to a joining rank.
 
         Raises:
-            ValueError: the state has a value that cannot be sent.
+            ValueError: the state contains a value that cannot be sent.
         """
         try:
             Parcel.of(self._portable())
@@ -188,13 +188,13 @@ class Training(Generic[_T]):
 
     @staticmethod
     def _check_groups() -> None:
-        """Raise the error of a failed collective if the step ignored it."""
+        """Raise the error of a failed collective that the step ignored."""
         error = runtime.first_error()
         if error is not None:
             raise error
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Make the live state the state that is restored after a loss."""
+        """Keep the live state, to be restored after a loss, and pass the result to `on_commit`."""
         self._kept = self._finished
         self._keep_or_drop(is_kept=is_kept)
         if self._kept > self._first and self._on_commit is not None:
@@ -211,10 +211,11 @@ class Training(Generic[_T]):
     # ---- after a loss ----
 
     def _recover(self, err: CollectiveError) -> World:
-        """Return the world of the remaining ranks.
+        """Wait for the next epoch after an error, and return the world of that epoch's ranks.
 
         Raises:
-            CollectiveError: no epoch was published, or some ranks of the epoch did not join.
+            CollectiveError: no epoch was published, this rank cannot continue in it, or some of its
+                ranks did not arrive.
         """
         if isinstance(err, CollectiveMismatchError):
             raise err  # every rank would call the same again
@@ -256,7 +257,7 @@ class Training(Generic[_T]):
         return epoch
 
     def _join(self, epoch: Epoch) -> World:
-        """Agree with an epoch's ranks on a step, restore its initial state, and create a world."""
+        """Agree with an epoch's ranks on a step, restore its start state, and return the world."""
         if not self._is_newcomer:  # the launcher then gives a rank that joins a limited time
             note_standing(replace(self._standing, meets=epoch.number))
         mine = {"process": process_identity()} | self._row(epoch)
@@ -273,10 +274,10 @@ class Training(Generic[_T]):
         return World(group, epoch.number, epoch.lost)
 
     def _hand_over(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Send the state to the ranks that join, or receive it; then compare it on all ranks.
+        """Send the state to the joining ranks, or receive it; then compare it on all ranks.
 
         Raises:
-            ValueError: this rank cannot join, or other ranks have different states.
+            ValueError: this rank cannot join, or the states of other ranks differ.
             PeerLostError: a rank was lost, or the connection to it broke.
         """
         if not newcomers:
@@ -290,7 +291,7 @@ class Training(Generic[_T]):
             raise PeerLostError(str(err), operation="join", ranks=err.ranks) from err
 
     def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Perform this rank's part of a hand-over. Collective."""
+        """Send, receive and compare the state, depending on this rank's role. Collective."""
         if group.rank == source:
             for place in newcomers:
                 send_state(group, place, self._portable)
@@ -302,22 +303,22 @@ class Training(Generic[_T]):
         self._is_newcomer = False
 
     def _places(self, rows: list[dict[str, Any]]) -> tuple[int, list[int]]:
-        """Return the rank that hands the state over, and the ranks that receive it."""
+        """Return the rank that sends the state, and the ranks that receive it."""
         return places_of(rows)
 
     def _kept_state(self) -> KeptState:
-        """Return the state that a joining rank receives from another rank."""
+        """Return `_state` as a `KeptState`; only for replicated models."""
         assert isinstance(self._state, KeptState), self._state
         return self._state
 
     def _row(self, epoch: Epoch) -> dict[str, Any]:  # noqa: ARG002 -- of sharded models
-        """Return the values that this rank shares with the other ranks of an epoch."""
+        """Return the values that this rank sends to the other ranks of an epoch."""
         if self._is_newcomer:
             return JOINS
         return {"kept": self._kept, "finished": self._finished}
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:  # noqa: ARG002 -- of sharded models
-        """Restore the common step; return its number and the number of steps to repeat."""
+        """Roll back to the step that all ranks share; return it and how many steps to repeat."""
         held = [row for row in rows if not is_newcomer(row)]
         target = min(int(row["finished"]) for row in held)
         repeats = int(any(row["kept"] == target for row in held) and target < self._total)
@@ -331,12 +332,18 @@ class Training(Generic[_T]):
         self._note(target, repeats=repeats)
 
     def _note_begun(self) -> None:
-        """Report that this rank is ready for the first step, also if its node is lost in it."""
+        """Report to the launcher and in the store that this rank is ready for the first step.
+
+        The entry in the store survives the loss of this rank's node.
+        """
         if self._note(self._first):
             self._epochs.note_begun()
 
     def _note(self, first_step: int, *, repeats: int = 0) -> bool:
-        """Report that this rank is ready to train in the current epoch; see `note_standing`."""
+        """Report that this rank is ready to train in the current epoch.
+
+        Return the result of `note_standing`.
+        """
         self._standing = Standing(
             state=State.PROTECTED,
             epoch=self._epochs.number,
@@ -347,7 +354,7 @@ class Training(Generic[_T]):
         return note_standing(self._standing)
 
     def _settle(self, target: int) -> None:
-        """Restore the live state and the kept copy to the start of a step."""
+        """Make both the live state and the kept copy those at the start of step `target`."""
         if self._kept == target:
             self._state.restore()
         elif self._finished == target == self._kept + 1:
@@ -370,7 +377,7 @@ def _unrepeated(err: CollectiveError, why: str) -> CollectiveError:
 
 
 def _why_not(epoch: Epoch) -> str:
-    """Return why this rank cannot continue in an epoch, or "" if it can."""
+    """Return the reason why this rank cannot continue in an epoch, or "" if it can."""
     if epoch.left:
         return f"{named(epoch.left)} left before its last step, with exit code 0"
     if epoch.done:

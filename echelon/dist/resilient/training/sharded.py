@@ -1,4 +1,4 @@
-"""Train a sharded model; when a rank is lost, its shards are restored from copies."""
+"""Train a sharded model, and restore a lost rank's shards from copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a pipeline; when a rank is lost, its stages are built again and restored from copies."""
+"""Train a pipeline; when a rank is lost, rebuild its stages and restore them from copies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _T = TypeVar("_T")
 class StagedTraining(CopiedTraining[_T]):
     """One call to `run_pipeline` on this rank.
 
-    The program builds its objects in each world before anything is restored, because the stages of
-    a rank depend on the number of ranks. The state is then filled in by name.
+    In each world, the program builds its objects before any state is restored, because a rank's
+    stages depend on the number of ranks. The state is then restored by name.
     """
 
     _state: StagesState
@@ -55,7 +55,7 @@ class StagedTraining(CopiedTraining[_T]):
         return self._from_checkpoint(self.setup)
 
     def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Hand over what is not copied. The rest follows once the stages are built."""
+        """Hand over the state that is not copied. The copies are read once the stages are built."""
         if self._choice is not None and group.rank not in newcomers:
             self._state.select(self._choice.version.step)
         self._hand_over_rest(group, source, newcomers)
@@ -89,7 +89,7 @@ class StagedTraining(CopiedTraining[_T]):
 
 
 def _forget_frames(err: BaseException) -> None:
-    """Release the frames that an error, and each error behind it, has left."""
+    """Drop the tracebacks of an error, its causes and its contexts, to release their frames."""
     seen: set[int] = set()
     left: list[BaseException | None] = [err]
     while left:

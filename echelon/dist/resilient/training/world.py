@@ -1,4 +1,4 @@
-"""Define the world in which ranks train together until one is lost or joins."""
+"""Define the set of ranks that train together until a rank is lost or joins."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from echelon.dist.group import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks that train together until a rank is lost, or joins.
+    """The ranks that train together until a rank is lost or joins.
 
     Attributes:
         group: the group of these ranks; `echelon.dist.world()` returns the same group.
-        epoch: the number of the epoch: 0 at the start, higher after each loss and each join.
-        lost: the ranks that are lost and not replaced, as numbered by the launcher.
+        epoch: the epoch's number, which is 0 at the start and increases with each loss and join.
+        lost: the ranks that were lost and not replaced, as numbered by the launcher.
 
     Example:
         >>> def prepare(world):
