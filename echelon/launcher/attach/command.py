@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _collect(ranks: Sequence[FoundRank], scratch: Path, gap_s: float) -> int:
-    """Examine this machine's ranks, and send the result to the requesting machine."""
+    """Examine this machine's ranks, and write the result to stdout for the requesting machine."""
     from echelon.launcher.attach.hosts import pack
     from echelon.launcher.attach.look import look
 
@@ -143,7 +143,7 @@ def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundR
     """Return the ranks of the job that the command line selects.
 
     Raises:
-        ValueError: no job matches, or more than one does.
+        ValueError: the process does not exist, no job matches, or several jobs match.
     """
     if arguments.pid is not None:
         _check(arguments.pid)
@@ -165,7 +165,7 @@ def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundR
 
 
 def _key(one: FoundRank) -> str:
-    """Return a string that identifies a rank's job on all of the job's machines."""
+    """Return a string that identifies a rank's job and is the same on all of its machines."""
     return "|".join(one.job)
 
 

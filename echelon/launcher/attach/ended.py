@@ -1,4 +1,4 @@
-"""Detect ranks that end during the examination, and find out how each of them ended.
+"""Detect ranks that end during the examination, and determine how each of them ended.
 
 The kernel keeps a process's exit status until the parent process waits for it. After that, only the
 launcher's output shows how the process ended.
@@ -19,7 +19,7 @@ _EXIT_S, _LOOK_S = 5.0, 0.1  # how long an interpreter may take to finalise on a
 
 
 def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:
-    """Return the start time of each rank that is still running, in clock ticks, keyed by rank."""
+    """Return the start times of running ranks, in clock ticks since boot, keyed by rank."""
     return {one.rank: started_ticks(one.pid) for one in ranks if not _has_ended(one.pid)}
 
 
@@ -47,7 +47,7 @@ def is_exiting(stacks: str, later_stacks: str) -> bool:
 
 
 def wait_for_exits(pids: Sequence[int], idle: Callable[[float], None]) -> None:
-    """Wait up to five seconds for processes that seem to be exiting."""
+    """Wait up to five seconds for all of the given processes to end."""
     for _ in range(int(_EXIT_S / _LOOK_S)):
         if all(_has_ended(pid) for pid in pids):
             return

@@ -1,4 +1,4 @@
-"""Examine the ranks on other machines through ssh, and combine the results.
+"""Examine the ranks on other machines over ssh, and combine the results.
 
 The remote side runs `fr-analyze --attach --collect`, which writes one msgpack map to standard
 output. The map contains dumps but no pickles, and nothing in it is evaluated on this machine.
@@ -36,7 +36,7 @@ class Answer:
 
 
 def pack(sighting: Sighting, world_size: int) -> bytes:
-    """Return this machine's sighting as bytes to send."""
+    """Encode this machine's sighting for the requesting machine."""
     data: bytes = msgpack.packb(
         {
             "kind": KIND,
@@ -84,7 +84,7 @@ def unpack(host: str, data: bytes, folder: Path) -> Answer:
 def ask_all(
     hosts: Sequence[str], command: Sequence[str], remote: str, gap_s: float, folder: Path
 ) -> list[Answer]:
-    """Examine the ranks on several machines at once.
+    """Examine the ranks on several machines concurrently.
 
     Args:
         command: the command that reaches a machine: `ssh` with its options. The host name and
@@ -111,7 +111,7 @@ def ask_all(
 
 
 def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
-    """Combine the sightings of all machines; each rank is counted once."""
+    """Combine the sightings of all machines, with one record per rank."""
     seen = [answer.sighting for answer in answers if answer.sighting is not None]
     parts = ([here] if here is not None else []) + seen
     records: dict[int, Any] = {}

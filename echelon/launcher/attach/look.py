@@ -58,7 +58,7 @@ class Sighting:
 
     @property
     def moves(self) -> bool:
-        """Whether the two examinations prove that the job is making progress."""
+        """True if the two examinations prove that the job is making progress."""
         if self.ended:
             return False
         ranks = {record.identity.rank for record in self.records}
@@ -188,7 +188,10 @@ def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None
 
 
 def torch_dump(one: FoundRank) -> bytes:
-    """Return the dump that torch has written for a rank's process, or b"" if there is none."""
+    """Return the dump that torch has written for a rank's process; b"" without a usable dump.
+
+    A dump is not usable if it is too large, or older than the process.
+    """
     path = dump_path(one.environ, one.rank)
     try:
         status = path.stat() if path is not None else None

@@ -2,7 +2,7 @@
 
 A rank that runs out of batches leaves the batch loop before the other ranks do. The ranks' stacks
 then differ in one function: one rank is inside the loop, and another is at a later line. The loop
-is found by parsing the source file, which is never run.
+is found by parsing the source file, which is never executed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left
 
 
 def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
-    """Return the outermost frames at which two stacks differ.
+    """Return the outermost pair of frames in which two stacks differ.
 
     Return None unless both frames are in the same function and the first is at a later line.
     """
@@ -69,7 +69,7 @@ def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, F
 def _loop_left(behind: Frame, within: Frame, source: str) -> int:
     """Return the first line of the innermost loop that contains `within` and ends before `behind`.
 
-    Return 0 if there is no such loop.
+    Return 0 if no loop matches.
     """
     tree = _parsed(source)
     scope = None if tree is None else _scope(tree, within)

@@ -1,4 +1,4 @@
-"""Detect whether ranks without a record made progress between two examinations.
+"""Detect whether ranks without a usable ring made progress between two examinations.
 
 A healthy rank may be inside a collective at both examinations, just like a hung rank. But the main
 thread of a healthy rank keeps waking up, while a rank that stays in one collective waits only once.
@@ -17,14 +17,14 @@ _WAKES_PER_S = 2.0  # a wait that only checks its deadline wakes less often than
 
 @dataclass(frozen=True, slots=True)
 class Wakes:
-    """The number of waits and the processor time of a process's main thread."""
+    """The number of waits and the processor time, in clock ticks, of a process's main thread."""
 
     waits: int
     ticks: int
 
 
 def wakes(pid: int) -> Wakes | None:
-    """Return how many times a process's main thread has waited, or None if the process is gone."""
+    """Return the counters of a process's main thread; None if the process is gone."""
     status = read_text(f"/proc/{pid}/task/{pid}/status", "status", [])
     stat = read_text(f"/proc/{pid}/task/{pid}/stat", "stat", []).rpartition(")")[2].split()
     _, found, rest = status.partition("\nvoluntary_ctxt_switches:")
@@ -34,14 +34,14 @@ def wakes(pid: int) -> Wakes | None:
 
 
 def went_on(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> bool:
-    """Return whether a waiting thread made progress between two samples."""
+    """Return whether a main thread woke up often enough between two samples to show progress."""
     if before is None or after is None:
         return False
     return after.waits - before.waits > max(2.0, _WAKES_PER_S * elapsed_s)
 
 
 def share(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> float:
-    """Return the share of a core that a main thread used between two samples."""
+    """Return the fraction of one core that a main thread used between two samples."""
     if before is None or after is None or elapsed_s <= 0:
         return 0.0
     return (after.ticks - before.ticks) / os.sysconf("SC_CLK_TCK") / elapsed_s

@@ -68,7 +68,7 @@ class FoundRank:
 
     @property
     def is_whole_world_here(self) -> bool:
-        """Whether the launcher started every rank of the world on this machine."""
+        """True if the launcher started every rank of the world on this machine."""
         local = self.environ.get("LOCAL_WORLD_SIZE", "")
         return local.isdigit() and int(local) >= self.world_size
 
@@ -135,7 +135,10 @@ def _name(pid: int) -> str:
 
 
 def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a process's network namespace; it distinguishes jobs on the same loopback address."""
+    """Return a process's network namespace if its master address is a loopback address, else ().
+
+    The namespace distinguishes jobs that use the same loopback address.
+    """
     address = environ.get("MASTER_ADDR", "")
     if address in ("localhost", "::1") or address.startswith("127."):
         return (str(network_of(pid)),)
@@ -164,7 +167,7 @@ def ranks_below(pid: int) -> Search:
 
 
 def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
-    """Treat processes as ranks, numbered in the given order."""
+    """Return the given processes as ranks, numbered in the given order."""
     listed = list(pids)
     return tuple(
         FoundRank(
@@ -219,7 +222,7 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a process is a launcher whose descendants include other ranks."""
+    """Return whether a process's descendants include ranks of a different kind of launcher."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 

@@ -23,10 +23,10 @@ _OPEN = frozenset(
 
 
 def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
-    """Explain a sighting.
+    """Return the report that explains a sighting.
 
     Args:
-        folder: where the sighting was kept; see `look.keep`.
+        folder: the folder to which `look.keep` wrote the sighting.
 
     Raises:
         DumpFormatError: the kept files cannot be read.
@@ -68,7 +68,7 @@ def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
 
 
 def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Return the finding for a job whose ranks ended during the examination."""
+    """Return the finding for a job in which ranks ended during the examination."""
     ended = tuple(sorted(sighting.ended))
     left = tuple(rank for rank in present if rank not in sighting.ended)
     waiting = tuple(rank for rank in left if rank in sighting.waiting)
@@ -119,7 +119,7 @@ def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, ...]) -> Finding:
-    """Return the finding for a job whose visible ranks are all in a collective."""
+    """Return the finding for a job whose visible ranks all wait while other ranks are absent."""
     who = rank_list(absent)
     waits = f"{rank_list(present)} in a collective at both looks, {seconds(sighting.gap_s)} apart"
     if not sighting.is_whole:

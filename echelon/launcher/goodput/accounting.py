@@ -1,16 +1,16 @@
 """Classify each second of each rank from the recorded facts, without gaps or overlaps.
 
-Every rank's time is cut into consecutive segments, and each segment is split into the categories
+Every rank's time is split into consecutive segments, and each segment is split into the categories
 below. The times of a rank add up exactly to the job's time.
 
     start-up    until the first step of the first attempt
     useful      steps that no earlier attempt had finished, minus the next three categories
-    waiting     blocked in collectives and messages within those steps
+    waiting     blocked in collectives and point-to-point operations within those steps
     data        waiting for the next batch within those steps
     checkpoint  saving and loading within or between steps
     repeated    steps that an earlier attempt had already finished
     stall       from the last sign of progress until the stall cleared or the ranks were stopped
-    restart     the step that a failure cut short, and the time until the next first step
+    restart     the step that a failure interrupted, and the time until the next first step
     idle        the rank had ended, or its world did not include it
     unmarked    the program ran but marked no steps
 

@@ -1,4 +1,4 @@
-"""Record on the hosting node how a job spends its time, and keep the record in a file.
+"""Record on the hosting node how a job spends its time, and save the record to a file.
 
 The file is written every few seconds while the job runs, and at the end of each attempt. If writes
 are slow, the file is written less often.
@@ -94,7 +94,7 @@ class Book:
         return now
 
     def write(self) -> None:
-        """Request that the file be written. The first failed write is reported in one line."""
+        """Request that the file be written; print one line about the first write that failed."""
         self._writer.put(self.snapshot())
         took_s = max(_EVERY_S, self._writer.took_s / _MAX_SHARE)
         self._due_ns = self.now_ns() + int(took_s * 1e9)

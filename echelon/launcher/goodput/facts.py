@@ -70,7 +70,7 @@ class RankRun:
     num_loads: int = 0  # how many checkpoints it has loaded
 
     def add(self, lap: Lap, max_laps: int) -> None:
-        """Add the next lap; combine neighbouring laps if there are more than `max_laps`."""
+        """Append a lap; join neighbouring laps in pairs if there are more than `max_laps`."""
         self.laps.append(lap)
         if len(self.laps) <= max_laps:
             return
@@ -111,7 +111,7 @@ class Job:
 
 
 def write_job(job: Job, run_dir: Path) -> None:
-    """Write the record into a run directory atomically.
+    """Write the record to a run directory atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -149,7 +149,7 @@ def read_job(run_dir: Path) -> Job:
 
 
 def to_json(job: Job) -> dict[str, Any]:
-    """Return the record as JSON."""
+    """Return the record as a JSON object."""
     return {
         "format": FORMAT,
         "job_id": job.job_id,
@@ -195,7 +195,7 @@ def _of_spent(spent: Spent) -> list[int]:
 
 
 def from_json(top: Mapping[str, Any]) -> Job:
-    """Read the record from the result of `to_json`.
+    """Restore a record from the result of `to_json`.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: the input is malformed.

@@ -17,7 +17,7 @@ class Odometer:
 
     Attributes:
         unfinished: the times recorded so far for the unfinished step.
-        step: the current step; -1 if there is none.
+        step: the current step; -1 before the first step.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Report the laps of a node's own ranks to the coordinator."""
+"""Report the laps of this node's ranks to the coordinator."""
 
 from __future__ import annotations
 

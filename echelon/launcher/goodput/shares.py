@@ -18,7 +18,7 @@ class Loss:
 
     Attributes:
         restart_ns: the time between the failure and the first step of the next attempt, including
-            the step that the failure cut short.
+            the step that the failure interrupted.
         repeated_ns: the time spent on repeating steps.
     """
 
@@ -52,11 +52,11 @@ class Shares:
 
     @property
     def goodput(self) -> float:
-        """The fraction of all ranks' time that was spent in useful steps, including their waits."""
+        """The fraction of all ranks' time in useful steps, including blocked communication."""
         return self.share(Category.USEFUL, Category.WAITING)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the totals in seconds, as JSON."""
+        """Return all times in seconds, as a JSON object."""
         num = max(len(self.ranks), 1)
         return {
             "wall_s": self.wall_ns / 1e9,

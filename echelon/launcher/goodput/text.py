@@ -73,7 +73,7 @@ def _continued(job: Job) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
-    """Align all columns except the last.
+    """Yield each row as a line, with all columns aligned except the last.
 
     Args:
         rows: the cells of each row.

@@ -13,7 +13,7 @@ from echelon.launcher.goodput.facts import Job, write_job
 
 
 class Writer:
-    """An object that writes the latest facts to a run directory.
+    """A background writer of the latest facts to a run directory.
 
     Attributes:
         took_s: how long the last write took, in seconds.

@@ -1,1 +1,1 @@
-"""Collect the dumps of an incident, analyse them, and show the root cause's output."""
+"""Collect the dumps of an incident, analyse them, and show the culprit's last output."""

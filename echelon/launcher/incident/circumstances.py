@@ -84,12 +84,12 @@ class Circumstances:
         cause: the cause according to the error that the rank raised; "" if the rank raised no error
             or raised an error about another rank.
         site: what was raised and where; "" if no error was raised.
-        is_outside: whether the error is about the network or a file system.
+        is_outside: whether the error is a network or file-system error.
         owns_memory: whether the job itself used up the memory; None if unknown.
         last_step: the last step that the rank began; -1 if it recorded no steps.
         saving_s: how long the rank had been writing or reading a checkpoint when it was examined; 0
             if it was not.
-        idle_ranks: the ranks that used no processor time during the examination.
+        idle_ranks: the ranks that used almost no processor time during the examination.
     """
 
     rank: int
@@ -107,14 +107,14 @@ class Circumstances:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Circumstances:
-        """Read the plain values that `to_json` returned."""
+        """Restore an object from the result of `to_json`; other keys are ignored."""
         return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
 
 
 def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
     """Return the facts about the first rank that failed because of its own error.
 
-    If there is no such rank, return the facts about the first rank that has a dump.
+    If no such rank is found, return the facts about the first rank with a readable dump, or None.
 
     Args:
         ranks: the culprits or, if there is no verdict, all ranks in the order in which they ended.
@@ -132,7 +132,7 @@ def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
 
 
 def idle_ranks(incident: Path, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose dumps prove that they used no processor time."""
+    """Return the ranks whose dumps prove that they used almost no processor time."""
     found = []
     for rank in ranks[:_MAX_IDLE]:
         with contextlib.suppress(DumpFormatError, OSError):
@@ -144,7 +144,7 @@ def idle_ranks(incident: Path, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def circumstances_of(record: Record, rank: int) -> Circumstances:
-    """Return the facts about a rank's failure from the rank's record."""
+    """Extract the facts about a rank's failure from the rank's record."""
     raised = _raised(record)
     step = int(record.live[Live.STEP]) - 1
     if raised is None:
@@ -172,7 +172,7 @@ def circumstances_of(record: Record, rank: int) -> Circumstances:
 
 
 def _saving_s(record: Record) -> float:
-    """Return the age of the oldest open phase that belongs to a checkpoint, on any thread."""
+    """Return the age in seconds of the oldest open checkpoint span on any thread, or 0."""
     seen_ns = record.host.snapshot_mono_ns or record.dumped_mono_ns
     begun_ns = [
         int(row["started_mono_ns"])

@@ -63,7 +63,7 @@ class Collection:
         self._present: set[int] = set()  # ranks whose black box has arrived
 
     def keep(self, part: m.DumpPart) -> None:
-        """Write a received part of a dump.
+        """Append a received part of a dump to the dump's file.
 
         Raises:
             OSError: the part cannot be written.
@@ -150,7 +150,7 @@ class Collection:
         return self._directory.replace_incident(self._folder, self.continues.folder)
 
     def close(self) -> None:
-        """Close the files.
+        """Close the files of the dumps.
 
         Raises:
             OSError: the last data could not be written to disk.

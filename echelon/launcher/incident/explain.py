@@ -48,7 +48,7 @@ class Explanation:
 
     @property
     def verdict(self) -> dict[str, Any] | None:
-        """The finding about the root cause; None if there is none."""
+        """The finding about the root cause; None if the analysis failed or found none."""
         found = (self.report or {}).get("verdict")
         return found if isinstance(found, dict) else None
 
@@ -64,7 +64,7 @@ class Explanation:
 
 
 class Analysis:
-    """A child process that waits for its incident, analyses it, and answers once.
+    """A child process that waits for one incident, analyses it, and returns the result.
 
     Args:
         gives_way: whether running ranks have priority over the analysis. Do not set this if the job
@@ -131,7 +131,7 @@ class Analysis:
         return Explanation(**answer)
 
     def close(self) -> None:
-        """End the child if it is still running."""
+        """Kill the child process if it is still running, and reap it."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -148,7 +148,10 @@ class Analysis:
 
 
 def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation:
-    """Analyse an incident and wait for the result. Use this only once the job is over."""
+    """Analyse an incident, wait for the result, and write it to the incident's folder.
+
+    Use this only once the job is over.
+    """
     try:
         analysis = Analysis(gives_way=False)
     except OSError as err:
@@ -196,7 +199,7 @@ def _rendered(report: Any, columns: int, *, colour: bool) -> str:
 
 
 def _limit_memory() -> None:
-    """Limit this process's memory to half of the available memory, but to no less than 2 GiB."""
+    """Limit this process's address space to half of the available memory, at least 2 GiB."""
     available = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -47,7 +47,7 @@ def second_look_s(stall_timeout_s: float) -> float:
     """Return the time between the two examinations of a stall, in seconds.
 
     Args:
-        stall_timeout_s: after how long without progress a stall is examined; 0 if never.
+        stall_timeout_s: the time without progress that counts as a stall; 0 if stalls are ignored.
     """
     if stall_timeout_s <= 0:
         return _SECOND_LOOK_S
@@ -59,8 +59,9 @@ def harvest(
 ) -> list[Record]:
     """Collect the black boxes of this node's workers, in the order of `workers`.
 
-    The collection takes about one second at most, or twelve seconds if dumps are requested from
-    torch. For a stall, it takes two seconds longer. `idle(seconds)` is called for each wait.
+    The collection usually takes about one second, and about nine seconds at most, or twelve if
+    dumps are requested from torch. For a stall, the processes are examined again two seconds
+    later. `idle(seconds)` is called for each wait.
     """
     steps = harvest_steps(workers, occasion, lambda: False)
     while True:
@@ -78,14 +79,14 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Collect black boxes as `harvest` does, but yield each waiting time, in seconds.
+    """Collect black boxes like `harvest`, but yield each waiting time, in seconds.
 
     Args:
         is_urgent: a function that returns whether to stop waiting.
         gap_s: the time between the two examinations of a stall, in seconds.
 
     Returns:
-        The records.
+        The records, in the order of `workers`.
     """
     witnesses = [Witness(worker, occasion) for worker in workers]
     asked_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Collect the last output of the rank at fault, which is shown before the verdict.
+"""Collect the last output of the culprit rank, which is shown before the verdict.
 
 The first of these that exists is shown: the traceback in TORCHELASTIC_ERROR_FILE, the last
 traceback in the rank's stderr, or the last lines of stderr. A single line lists all victims.
@@ -29,7 +29,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Story:
-    """The root cause's last output, as shown on the terminal and in report.json."""
+    """The culprit's last output, as shown on the terminal and in report.json."""
 
     rank: int
     exit_code: int | None
@@ -39,7 +39,7 @@ class Story:
     def lines(self) -> list[str]:
         """Return the lines for the terminal; [] if the rank's output does not explain how it ended.
 
-        The output of a rank that hung or was killed is not shown.
+        If the rank hung or was killed by SIGKILL, only a traceback is shown.
         """
         is_silent = self.exit_code is None or self.exit_code == -signal.SIGKILL
         said = self.traceback or (() if is_silent else self.last_lines)
@@ -104,7 +104,10 @@ class Victims:
         ended: Mapping[int, Ended],
         lost_earlier: Collection[int] = (),
     ) -> Victims:
-        """Classify how all ranks but the culprits ended. Without culprits, no ranks are victims."""
+        """Classify how the ranks ended, except the culprits and the ranks lost earlier.
+
+        Without culprits, no rank is a victim.
+        """
         culprits = set((verdict or {}).get("culprit_ranks", []))
         apart = {*culprits, *lost_earlier}
         others = [one for rank, one in sorted(ended.items()) if culprits and rank not in apart]
@@ -114,7 +117,7 @@ class Victims:
         )
 
     def line(self) -> str:
-        """Return one line about all victims, or "" if there are none."""
+        """Return one line about all victims; "" without victims."""
         parts = [
             f"{words}: {rank_list(ranks)}"
             for ranks, words in (
@@ -131,7 +134,7 @@ class Victims:
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
-    """Return the lines of the last traceback, from its headline to the line of the exception."""
+    """Return the lines of the last traceback, from its header to the line of the exception."""
     starts = [i for i, line in enumerate(lines) if line.startswith(_BEGINNINGS)]
     if not starts:
         return []

@@ -1,6 +1,6 @@
 """Use torch's own flight recorder in the workers of unmodified torch programs.
 
-Torch writes a rank's dump to `<prefix><rank>` when its watchdog abandons an operation. With the
+Torch writes a rank's dump to `<prefix><rank>` when its watchdog gives up on an operation. With the
 NCCL or XCCL backend, torch also writes a dump when data arrives on the pipe `<prefix><rank>.pipe`.
 The launcher chooses the two prefixes unless the user has set them. The Gloo backend records
 operations but never writes a dump.
@@ -96,7 +96,7 @@ def _is_dynamic(environ: Mapping[str, str]) -> bool:
 
 
 class TorchDump:
-    """The dump of one worker: whether it exists, and how to request it."""
+    """The dump of one worker from torch's own recorder, with methods to request and read it."""
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
         pipe = next((environ[name] for name in _PIPE_NAMES if environ.get(name)), "")
@@ -147,7 +147,7 @@ class TorchDump:
         return False
 
     def read(self) -> bytes:
-        """Return this worker's newest dump; b"" if there is none or the file is too large."""
+        """Return this worker's newest dump; b"" if torch has written none or it is too large."""
         version = self._version()
         if self._path is None or version == self._first or version[1] > MAX_DUMP_BYTES:
             return b""
@@ -162,7 +162,7 @@ class TorchDump:
                 self._pipe.unlink()
 
     def _version(self) -> tuple[int, int]:
-        """Return a value that changes with every dump; (0, 0) if there is none."""
+        """Return a value that changes with every dump; (0, 0) if no dump exists."""
         try:
             status = self._path.stat() if self._path is not None else None
         except OSError:

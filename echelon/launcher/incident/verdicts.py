@@ -44,7 +44,7 @@ class Verdicts:
 
     Args:
         show_others: a function that shows a message on other nodes.
-        note: a function that is called with each incident whose verdict is known.
+        note: a function that is called with each incident after its verdict was shown or withdrawn.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Verdicts:
             incident.withdrawn = True
 
     def drop(self, incident: Incident) -> None:
-        """Forget an incident that has been replaced; its verdict will not be shown."""
+        """Discard an incident that has been replaced; its verdict will not be shown."""
         for one in [one for one in self._open if one.incident is incident]:
             self._open.remove(one)
             if one.analysis is not None:
@@ -120,11 +120,11 @@ class Verdicts:
             one.is_due = True
 
     def deadline_s(self) -> float:
-        """Return the time at which to call `poll` next."""
+        """Return the monotonic time at which to call `poll` next; infinity if nothing is open."""
         return time.monotonic() + _POLL_S if self._open else float("inf")
 
     def poll(self) -> None:
-        """Show all verdicts that are both known and due."""
+        """Show all verdicts that are both available and due."""
         for one in list(self._open):
             if one.explanation is None and one.analysis is not None:
                 one.explanation = one.analysis.poll()

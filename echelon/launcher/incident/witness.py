@@ -25,7 +25,7 @@ _STDERR_TAIL_BYTES = 16 << 10
 
 
 class Witness:
-    """Everything known about one worker while an incident is being collected."""
+    """The evidence about one worker, gathered while an incident is being collected."""
 
     def __init__(self, worker: Worker, occasion: Occasion) -> None:
         self.worker = worker
@@ -60,7 +60,7 @@ class Witness:
 
     @property
     def is_seen_from_outside(self) -> bool:
-        """Whether the worker is alive but must be examined without a usable ring."""
+        """True if the worker is alive but must be examined without a usable ring."""
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
@@ -79,7 +79,7 @@ class Witness:
 
     @property
     def may_wait_below(self) -> bool:
-        """Whether the worker may be waiting for a child process rather than for its peers."""
+        """True if the worker may be waiting for a child process rather than for its peers."""
         if self._stacks is None:
             return False
         activity = read_activity(self._stacks.text(), self._stacks.native)
@@ -90,7 +90,7 @@ class Witness:
         self._children, self._num_children = look_at_children(self._pid)
 
     def testify(self) -> None:
-        """Combine everything known so far into the record."""
+        """Combine all evidence gathered so far into the record."""
         record = self.record
         if record.has_ring:
             record = _read(self.worker)  # read again, to include what it has done since
@@ -175,7 +175,7 @@ class Witness:
         return self._stacks.not_permitted
 
     def _was_killed_for_memory(self) -> bool | None:
-        """Return whether the kernel killed the worker for lack of memory; None if unknown.
+        """Return whether the kernel's OOM killer killed the worker; None if unknown.
 
         The evidence is a SIGKILL that the launcher did not send, and a kill counted by the cgroup.
         """

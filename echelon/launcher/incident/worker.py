@@ -10,7 +10,7 @@ from echelon.launcher.incident.torch_dumps import TorchDump
 
 @dataclass(kw_only=True, slots=True)
 class Worker:
-    """A worker, and what the agent knows about it."""
+    """A worker and its state, as recorded by the agent."""
 
     rank: int
     local_rank: int
@@ -27,7 +27,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the worker was started and has not ended."""
+        """True while the worker runs: it was started and has not ended."""
         return self.pid != 0 and self.exit_code is None
 
 

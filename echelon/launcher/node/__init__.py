@@ -1,1 +1,1 @@
-"""Run one node's part of a job."""
+"""Run a job's workers on one node."""

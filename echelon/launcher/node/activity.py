@@ -5,7 +5,7 @@ and traffic on its connections. Connections to the store are ignored, because a 
 polling the store. Connections are examined only after the worker has been inactive for a while.
 
 An inactive worker inside a collective of torch's Gloo backend counts as having a pending operation.
-A Gloo thread that waits for the interpreter's lock is recognized by how often it wakes up.
+A Gloo thread that waits for the interpreter's lock is recognised by how often it wakes up.
 
 Less than 1/50 of a core counts as inactivity, because threads that poll a clock always use some
 processor time. On an overloaded machine, a worker that is computing may get no more than that. A
@@ -153,6 +153,6 @@ def _cpu_ticks(pid: int) -> int:
 
 
 def _waited_ns(pid: int) -> int:
-    """Return how long a process's main thread has been waiting for a processor."""
+    """Return how long a process's main thread has waited for a processor, in ns."""
     fields = read_text(f"/proc/{pid}/schedstat", "schedstat", []).split()
     return int(fields[1]) if len(fields) > 1 else 0

@@ -2,7 +2,7 @@
 
     node          all processors of the NUMA node of the worker's GPU
     socket        all processors of that node's socket
-    exclusive     a share of that node's cores, which no other worker gets
+    exclusive     an even share of that node's cores, for this worker alone
     core-complex  a group of cores that share a last-level cache
 
 The worker with local rank r has the r-th visible GPU. If there are no GPUs, or more workers than
@@ -104,7 +104,11 @@ class Topology:
     def _part(
         self, mode: str, groups: Sequence[frozenset[int]], index: int, count: int
     ) -> frozenset[int]:
-        """Return one worker's share of a NUMA node's core groups."""
+        """Return one worker's processors, chosen from the core groups of its NUMA node.
+
+        Raises:
+            LaunchError: there are fewer cores than workers in exclusive mode.
+        """
         if mode == "core-complex":  # if there are too few, workers share them
             return groups[index % len(groups)]
         if len(groups) < count:

@@ -49,7 +49,7 @@ class Examination:
         return None
 
     def send(self, records: Sequence[Record], tell: Callable[[m.Event], None]) -> None:
-        """Send the ranks' dumps and any dumps from torch's own recorder, in parts."""
+        """Send the ranks' dumps and any dumps from torch's own recorder, in chunks."""
         for worker, record in zip(self._workers, records, strict=True):
             self._send_dump(worker.rank, pack_dump(record), tell, is_torchs=False)
             if worker.torch is not None:

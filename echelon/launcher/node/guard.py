@@ -19,7 +19,7 @@ agent has died, and the guard kills all processes.
 
     agent -> guard   spawn {index, argv, env, cwd, processors, group, waits} + 3 descriptors, or 4
                      take {index, as, env, group} | signal {index, signal, alone}
-                     sweep {signal} | hold {folder} | fence {at_s} | end {}, before it hangs up
+                     sweep {signal} | hold {folder} | fence {at_s} | end {}, before it disconnects
     guard -> agent   started {index, pid} | failed {index, error}
                      exited {index, code, mono_ns} | swept {count, denied}
 

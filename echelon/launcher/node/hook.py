@@ -1,6 +1,6 @@
 """Run `--before-restart CMD`: a shell command that this node runs before its workers restart.
 
-The command runs under the guard, as workers do. Environment variables give the reason for the
+Like the workers, the command runs under the guard. Environment variables give the reason for the
 restart. If the command fails or takes too long, the failure is reported in one line and the workers
 start anyway.
 """
@@ -60,7 +60,7 @@ class Hook:
     def tick(self, now_s: float) -> bool:
         """Kill the command once its time limit has passed.
 
-        Return True if the command is still running after it was killed.
+        Return True if the command is still running five seconds after it was killed.
         """
         if now_s < self.due_s:
             return False

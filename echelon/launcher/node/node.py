@@ -1,6 +1,6 @@
-"""Run one node's part of a job: its workers, their output and their rings.
+"""Run a job's workers on one node, with their output and their rings.
 
-The node agent carries out commands and reports events. It knows nothing about other nodes. Its only
+The node agent carries out commands and reports events. It has no view of other nodes. Its only
 decision is how long its workers may take to stop. Events are sent to the coordinator through
 `tell`. No method blocks the agent's loop for long, because incidents are collected step by step in
 `tick`.
@@ -60,7 +60,7 @@ _CALM_S = 5.0  # without ranks, as on a spare node, after which standbys may loa
 
 
 class NodeAgent:
-    """The workers of this node, from one `Start` to the next."""
+    """The agent that runs this node's workers. Each `Start` command begins an attempt."""
 
     def __init__(
         self,
@@ -137,12 +137,12 @@ class NodeAgent:
 
     @property
     def where_rings_lie(self) -> str:
-        """A phrase that says where the rings are; "" if they are in the run directory."""
+        """A phrase that describes where the rings are; "" if they are in the run directory."""
         return str(self._memory)
 
     @property
     def has_workers(self) -> bool:
-        """Whether at least one worker has not ended."""
+        """True while at least one worker has not ended."""
         return any(worker.exit_code is None for worker in self._workers)
 
     def deadline_s(self) -> float:
@@ -227,7 +227,7 @@ class NodeAgent:
         return words[Live.STEP] - words[Live.FIRST_STEP]
 
     def replace(self, command: m.Replace) -> None:
-        """Start a process to replace a rank that has ended, and keep that rank's folder."""
+        """Start a process to replace a rank that has ended; the old rank's folder is renamed."""
         start, shared = self._start, self._shared
         if start is None or shared is None or command.attempt != self.attempt:
             return  # an earlier one
@@ -263,7 +263,7 @@ class NodeAgent:
         )
 
     def _set_aside(self, worker: Worker) -> None:
-        """Rename the folder of a rank that was lost, and forget its ring."""
+        """Move a lost rank's ring to disk, rename the rank's folder, and discard its state."""
         for known in (self._sighting, self._standings):
             if known is not None:
                 known.forget(worker.rank)
@@ -275,7 +275,7 @@ class NodeAgent:
     # ---- commands ----
 
     def start(self, command: m.Start) -> None:
-        """Start this node's workers."""
+        """Start this node's workers. On a restart, run the user's command first, if any."""
         self.probes.close()
         self._start = command
         self._kept = None
@@ -413,8 +413,8 @@ class NodeAgent:
     def stop(self, command: m.Stop) -> None:
         """Stop all workers: signal them, and kill them after the grace period.
 
-        Stacks are read first, unless the command is urgent. Only the first call in an attempt has
-        an effect.
+        A snapshot in progress is completed first; an urgent command skips its remaining waits. Only
+        the first call in an attempt has an effect.
         """
         self._give_up_start()
         if self._grace.is_running:
@@ -488,7 +488,7 @@ class NodeAgent:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether `keep_snapshot` took a snapshot that no coordinator has collected yet."""
+        """True if `keep_snapshot` took a snapshot that no coordinator has collected yet."""
         return self._kept is not None
 
     def keep_snapshot(self) -> None:
@@ -640,7 +640,7 @@ class NodeAgent:
         return sum(s.num_bytes for s in self._streams.values() if s.source.rank == rank)
 
     def tell_status(self, visitor: str) -> None:
-        """Send the state of this node's ranks on behalf of a status client."""
+        """Send the state of this node's ranks to the coordinator, for a status client."""
         rows = [self._status(worker).pack() for worker in self._workers]
         self._tell(
             m.Statuses(

@@ -22,7 +22,7 @@ UNKILLABLE_S = 30.0  # from SIGKILL to abandoning them
 
 
 class Asked(Enum):
-    """What a user's stop signal can mean."""
+    """The possible meanings of a user's stop signal."""
 
     STOP = "stop"
     HURRY = "hurry"
@@ -80,14 +80,14 @@ class Grace:
 
     @property
     def is_running(self) -> bool:
-        """Whether workers have been asked to stop or have been killed."""
+        """True once workers have been asked to stop or have been killed."""
         return self._kill_s < float("inf") or self._killed_s < float("inf")
 
     def begin(self, grace_s: float, now_s: float, *, has_hung: bool = False) -> None:
         """Record that workers were signalled. Only the first call has an effect.
 
         Args:
-            has_hung: whether some of the workers hang, so that they are killed earlier.
+            has_hung: whether some of the workers are hung and must be killed earlier.
         """
         if not self.is_running:
             self._kill_s = now_s + grace_s

@@ -1,7 +1,7 @@
 """Run this node's probes between two attempts, without blocking the agent's loop.
 
-A listener runs until the other node has had time to measure. All probes end before the next
-attempt.
+A listener runs until its deadline, so that the other node has time to measure. All probes end
+before the next attempt.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Probes:
         return min((child.due_s for child in [*waiting, *self._listeners]), default=float("inf"))
 
     def tick(self) -> None:
-        """Send the findings once all probes have ended. Listeners end at their deadlines."""
+        """Send the findings once all probes have answered, and end listeners at their deadlines."""
         late = [one for one in self._listeners if time.monotonic() >= one.due_s]
         self._end(late)
         self._listeners = [one for one in self._listeners if one not in late]

@@ -1,4 +1,4 @@
-"""Keep the rings of a running job in memory instead of on a disk.
+"""Keep the rings of a running job in memory instead of on disk.
 
 [Note: why rings are not on the disk] The kernel writes the pages of a mapped file back to the disk.
 If a program stores to such a page during the write, the store may wait for the file system. On a
@@ -45,7 +45,7 @@ class RingMemory:
 
     @classmethod
     def for_run(cls, run_dir: Path, options: Options) -> RingMemory:
-        """Create the folder, if it is needed; see [Note: why rings are not on the disk]."""
+        """Create the folder, if needed and possible; see [Note: why rings are not on the disk]."""
         if options.recorder_size == 0 or "ECHELON_RING_DIR" in os.environ:
             return cls(None)
         if file_system(_MEMORY) != "tmpfs" or file_system(run_dir) == "tmpfs":

@@ -101,7 +101,7 @@ class Sighting:
         return self._limits.sum_up(sights, lambda then: self._age_s(now, then))
 
     def watched(self) -> list[Row]:
-        """Return the ranks' learned limits, starting with the most frequent operations."""
+        """Return the learned limits of this node's call sites and phases, most frequent first."""
         return [] if self._limits is None else self._limits.rows()
 
     def _note_dumps(self, own: dict[int, int]) -> None:
@@ -124,7 +124,7 @@ class Sighting:
             self._limits.rest(time.monotonic_ns())
 
     def forget(self, rank: int) -> None:
-        """Forget a rank that was lost, before another process takes its place."""
+        """Discard a lost rank's state before another process takes the rank's place."""
         ring = self._rings.pop(rank, None)
         if ring is not None:
             ring.close()
@@ -169,7 +169,8 @@ class Sighting:
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
         """Examine a rank that has a ring.
 
-        A rank that marks no phases, or is not initialised yet, is also examined from outside.
+        A rank whose phases are recorded by hooks, or that is not initialised yet, is also examined
+        from outside.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:

@@ -33,11 +33,11 @@ class Standings:
         self._told: dict[int, Standing] = {}
 
     def forget(self, rank: int) -> None:
-        """Forget what a lost rank reported, before another process takes its place."""
+        """Discard a lost rank's report before another process takes the rank's place."""
         self._told.pop(rank, None)
 
     def look(self) -> None:
-        """Send the new reports."""
+        """Send the reports that have changed since the previous call."""
         if not self._is_on:
             return
         rows = []
@@ -66,7 +66,7 @@ def to_row(rank: int, standing: Standing) -> list[int]:
 
 
 def of_row(row: Sequence[int]) -> tuple[int, Standing]:
-    """Decode the rank and the standing in a row, with times on this process's clock."""
+    """Decode the rank and the standing from a row, with times on this process's clock."""
     rank, code, epoch, step, repeats, age_ms, there_ns, meets = row
     return rank, Standing(
         state=_STATES[code],

@@ -9,7 +9,7 @@ from echelon.host.process import sample
 
 
 def why_it_lives(pid: int) -> str:
-    """Explain why a killed process still exists, based on its state and wait channel."""
+    """Return why a killed process still exists, based on its state and wait channel."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Control the workers through the guard: start them, signal them, and learn how they exit.
+"""Control the workers through the guard: start, signal and kill them, and report how they exit.
 
 No method blocks for long. The agent's loop watches `fileno()` and calls `events()`.
 """
@@ -30,7 +30,7 @@ _RING_PLACE = ("ECHELON_RANK_DIR", "ECHELON_RING_DIR")
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A worker was started."""
+    """A report that a worker was started."""
 
     index: int
     pid: int
@@ -38,7 +38,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker's program could not be started."""
+    """A report that a worker's program could not be started."""
 
     index: int
     error: str
@@ -46,7 +46,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker has ended. `code` is its return code; as in `subprocess`, -9 means SIGKILL."""
+    """A report that a worker has ended.
+
+    `code` is the worker's return code; as in `subprocess`, -9 means SIGKILL.
+    """
 
     index: int
     code: int
@@ -55,7 +58,10 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Processes left behind were signalled. `denied` lists the pids that could not be signalled."""
+    """A report that processes left behind were signalled.
+
+    `denied` lists the pids that could not be signalled.
+    """
 
     count: int
     denied: list[int]
@@ -162,7 +168,7 @@ class Workers:
         self._send({"do": "take", "index": index, "as": as_index, "env": rings, "group": group})
 
     def hold(self, folder: str) -> None:
-        """Let the guard lock a folder of rings, and remove the folder if the agent is killed."""
+        """Have the guard lock a folder of rings, and remove the folder if the agent is killed."""
         self._send({"do": "hold", "folder": folder})
 
     def signal(self, index: int, number: int, *, alone: bool = False) -> None:

@@ -42,7 +42,7 @@ _opener = urllib.request.build_opener(_Stay)
 
 
 class DeliveryError(Exception):
-    """A notice was not delivered. `may_retry` is True if another attempt may succeed."""
+    """A failed delivery of a notice. `may_retry` is True if another attempt may succeed."""
 
     def __init__(self, why: str, *, may_retry: bool = False) -> None:
         super().__init__(why)

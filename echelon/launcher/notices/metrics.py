@@ -21,7 +21,7 @@ class Metric:
     Attributes:
         name: the name in Prometheus and in OTLP.
         kind: "counter" if the metric only grows, else "gauge".
-        text: what the metric means.
+        text: the help text of the metric.
         samples: (labels, value) pairs.
     """
 

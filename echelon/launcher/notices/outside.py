@@ -64,7 +64,7 @@ class Outside:
         self._print()
 
     def close(self) -> None:
-        """Stop serving metrics, and send the queued notices. Takes at most 10 s."""
+        """Send the queued notices, and stop serving metrics. Takes about 10 s at most."""
         deadline_s = time.monotonic() + CLOSE_S
         for delivery in self._deliveries:
             delivery.close(max(0.1, deadline_s - time.monotonic()))

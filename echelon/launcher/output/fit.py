@@ -13,7 +13,7 @@ def fit(line: str, columns: int) -> str:
     """Truncate a line so that it takes fewer than `columns` columns.
 
     Wide characters take two columns. Escape sequences take no columns and are never split. If a
-    line with escape sequences is cut, a reset sequence is appended.
+    line with escape sequences is truncated, a reset sequence is appended.
     """
     kept: list[str] = []
     used = position = 0

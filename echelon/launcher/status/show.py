@@ -232,7 +232,7 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
 
 
 def _rows(answers: Sequence[Statuses]) -> list[Row]:
-    """Return one row per rank. If two responses contain the same rank, the later one counts."""
+    """Return one row per rank. If two responses contain the same rank, the later one is used."""
     rows: dict[int, Row] = {}
     for answer in answers:
         with contextlib.suppress(ValueError):  # a node that runs another version

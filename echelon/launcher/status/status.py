@@ -40,7 +40,7 @@ class RankStatus:
 
     @classmethod
     def unpack(cls, numbers: Sequence[int], words: Sequence[str]) -> RankStatus:
-        """Return the status that was encoded by `pack`.
+        """Decode a status that `pack` has encoded.
 
         Raises:
             ValueError: the number of values is wrong.
@@ -59,7 +59,7 @@ class RankStatus:
 
 
 def newest_run(folder: Path) -> Path | None:
-    """Return the directory of the most recently started run."""
+    """Return the directory of the most recently started run; None if the folder has no runs."""
     runs = sorted(folder.glob("*/job*.json"), key=lambda path: path.stat().st_mtime)
     return runs[-1].parent if runs else None
 
@@ -78,7 +78,7 @@ def ring_paths(run_dir: Path) -> dict[int, Path]:
 
 
 def status_of(record: Record, now_mono_ns: int) -> RankStatus:
-    """Return what a rank is doing, according to its black box.
+    """Return a rank's current activity, according to its black box.
 
     `now_mono_ns` is the current time on this host's monotonic clock.
     """
@@ -111,7 +111,7 @@ def status_of(record: Record, now_mono_ns: int) -> RankStatus:
 
 
 def _step_s(record: Record) -> float | None:
-    """Return the mean duration of the last few steps, measured between their first operations."""
+    """Return the mean time between the first operations of the last few steps, in seconds."""
     known = record.operations[record.operations["step"] >= 0]
     steps, stamps = known["step"].tolist(), known["created_mono_ns"].tolist()
     firsts = [i for i in range(len(steps)) if i == 0 or steps[i] != steps[i - 1]]

@@ -4,8 +4,8 @@ The node's agent manages the standbys, and the guard is their parent. Standbys l
 another, at idle priority, while training is running steadily. When an attempt starts, its ranks
 take suitable standbys that are ready. All other ranks start as usual.
 
-If a standby ends unexpectedly, another standby is started after a pause, up to `_MAX_LOST` times.
-In each of these cases, no standbys are kept, and the reason is reported in one line:
+If a standby ends unexpectedly, another one is started after a pause, until `_MAX_LOST` standbys
+are lost. In each of these cases, no standbys are kept, and the reason is reported in one line:
 
 - A module in the program's folder shadows a library that standbys load.
 - The program sets a variable that such a library reads.
@@ -74,7 +74,7 @@ class Standbys:
 
     @property
     def wants_more(self) -> bool:
-        """Whether another standby should be started."""
+        """True if another standby should be started."""
         return (
             bool(self._ranks)
             and len(self._waiting) < self._size
@@ -84,7 +84,7 @@ class Standbys:
         )
 
     def prepare_for(self, ranks: Sequence[Identity], modules: Path) -> None:
-        """Set the ranks for which standbys are kept, and end the standbys that no longer fit.
+        """Set the ranks for which standbys are kept, and kill the standbys that no longer fit.
 
         Args:
             ranks: the environment and the processors of each rank of this node.
@@ -134,7 +134,7 @@ class Standbys:
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(made))
 
     def _num_for(self, rank: Identity) -> int:
-        """Return the number of standbys for a rank."""
+        """Return the number of standbys that were started for a rank."""
         return sum(one.rank == rank[0].get("RANK") for one in self._waiting.values())
 
     def _take_index(self) -> int:

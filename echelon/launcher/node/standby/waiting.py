@@ -105,7 +105,7 @@ class Waiting:
         return all((name in own) == (name in environ) for name in self._tested)
 
     def release(self, environ: Mapping[str, str], cwd: str, *, has_stdin: bool) -> None:
-        """Let the standby run the program. If the standby has already ended, nothing happens.
+        """Let the standby run the program. If the standby has already ended, do nothing.
 
         Raises:
             OSError: no descriptors or no memory are left.
@@ -150,7 +150,10 @@ class Waiting:
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
 
     def raise_priority(self) -> None:
-        """Restore the usual priority of all threads. A library may lower it again."""
+        """Restore the usual priority of all threads, and schedule the next call.
+
+        The call is repeated every five seconds, because a library may lower the priority again.
+        """
         self.raise_at_s += _AGAIN_S
         if os.sched_getscheduler(0) == os.SCHED_IDLE:
             return  # it has inherited that, and has not lowered it

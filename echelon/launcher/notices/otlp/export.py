@@ -209,7 +209,7 @@ def _reason(text: str) -> str:
 
 
 def main() -> None:
-    """Send the message on each line of stdin."""
+    """Read messages from stdin, one per line, and export each of them."""
     failures = Failures()
     logger = logging.getLogger("opentelemetry")
     logger.addHandler(failures)

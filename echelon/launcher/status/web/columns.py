@@ -21,9 +21,10 @@ LETTERS = {
 
 
 def columns(segments: Sequence[Segment], wall_ns: int, num: int) -> str:
-    """Return one letter for each of `num` equal parts of the time from 0 to `wall_ns`.
+    """Return one letter for each of `num` equal intervals of the time from 0 to `wall_ns`.
 
-    Each letter stands for the category that takes up most of that part.
+    Each letter stands for the category that takes up most of its interval, or is a space if
+    the interval has no segments.
 
     Args:
         segments: the segments from `accounting.segments` for one rank.

@@ -27,7 +27,7 @@ _FRESH_S = 30.0  # a running launcher writes its account at least this often
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
-    """Return the state as JSON. Files that cannot be read are left out."""
+    """Return a run's state as a JSON object. Files that cannot be read are left out."""
     job, account, age_s = _job(run_dir)
     statuses = {status.rank: status for status in read_statuses(run_dir)}
     ranks = _ranks(job, statuses)

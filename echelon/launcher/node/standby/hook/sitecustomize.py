@@ -7,10 +7,10 @@ the process to a rank. Then the interpreter runs the script as usual. `__main__`
 exit codes, tracebacks and the command line are the same as in any other process.
 
 An error in this file must end the process, because the interpreter would otherwise run the script
-as an unknown rank. For the same reason, the agent first starts one interpreter with
+without an assigned rank. For the same reason, the agent first starts one interpreter with
 `ECHELON_STANDBY=check`, which exits in this file.
 
-The variables that imports read from the environment are noted. A rank with different values of
+The variables that imports read from the environment are recorded. A rank with different values of
 these variables cannot use this process. Nothing from the package is imported, because the program
 and the launcher may use different interpreters.
 
@@ -120,7 +120,7 @@ def _leave_no_trace(pythonpath: str | None) -> None:
 
 
 def _import_the_real_one() -> None:
-    """Import the user's own `sitecustomize`, if any, which this file hides."""
+    """Import the user's own `sitecustomize`, if any, which this file shadows."""
     from importlib import import_module
 
     own = sys.modules.pop("sitecustomize", None)
@@ -160,7 +160,10 @@ def _is_read_early(name: str, before: dict[str, str]) -> bool:
 
 
 def _listed(path: str) -> tuple[list[str], list[str]] | None:
-    """Return the modules that earlier ranks loaded, and the variables that they set."""
+    """Return the modules that earlier ranks loaded, and the variables that they set.
+
+    Return None if the file cannot be read.
+    """
     try:
         with open(path) as file:
             told = json.load(file)
@@ -213,7 +216,7 @@ def _named_in_script() -> tuple[list[str], list[str]]:
 
 
 def _spans_hosts() -> bool:
-    """Return whether the standby's rank would be one of several nodes."""
+    """Return whether the job of the standby's rank runs on several nodes."""
     return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
 
 
@@ -267,7 +270,7 @@ def _script() -> str | None:
 
 
 def _hidden(loaded: set[str]) -> str:
-    """Return a file in the script's folder that would replace a loaded module; "" if none would."""
+    """Return a file in the script's folder that would shadow a loaded module; "" if none would."""
     from importlib.machinery import PathFinder
 
     if getattr(sys.flags, "safe_path", False):
@@ -361,7 +364,7 @@ def _wait(control: int, told: dict[str, object]) -> None:
 
 
 def _keep(file: int) -> None:
-    """Store the rank's environment in an open file, for `fr-analyze --attach`.
+    """Keep the file with the rank's environment open, for `fr-analyze --attach`.
 
     The file gets a high descriptor number, so that the usual numbers stay free for the program.
     """
@@ -379,9 +382,9 @@ def _keep(file: int) -> None:
 
 
 def _end_if_failed() -> None:
-    """End the process of a failed script at once, after all other exit handlers.
+    """End the process of a failed script immediately, after all other exit handlers.
 
-    The interpreter's clean-up takes libraries such as torch about half a second, and a restart
+    The interpreter's clean-up of libraries such as torch takes about half a second, and a restart
     waits for every rank to end.
     """
     if not _has_script_failed():
