@@ -551,7 +551,7 @@ def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
 
 
 def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore:
-    if rendezvous.world_size == 1:
+    if rendezvous.world_size == 1 and not rendezvous.may_grow:
         return MemoryStore()
     return TCPStore(
         rendezvous.master_addr,

@@ -8,7 +8,7 @@
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | namespace of this attempt's keys |
 | ECHELON_ON_LOSS | "shrink" or "replace": when a rank dies, the launcher publishes the survivors |
-| ECHELON_JOIN_AFTER | this process takes a lost rank's place, in an epoch after the given one |
+| ECHELON_JOIN_AFTER | this process joins a running world, in an epoch after the given one |
 | ECHELON_LIFE | how many earlier processes of this attempt held this rank |
 | ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |
 """
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+
+from echelon.recorder.continuation import REPLACE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +34,8 @@ class Rendezvous:
     hosts_store: bool = False  # this rank does
     rank_0_hosts_store: bool = False
     namespace: str = ""
-    join_after: int = -1  # of a process in the place of a lost rank: the newest epoch at its start
+    may_grow: bool = False  # other ranks may join, even a world of one rank
+    join_after: int = -1  # of a process that joins a running world: the newest epoch at its start
     life: int = 0  # how many processes held this rank before
 
     @classmethod
@@ -63,6 +66,7 @@ class Rendezvous:
                 f"echelon/{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"
                 f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
             ),
+            may_grow=agent_store and on_loss() == REPLACE,
             join_after=_number("ECHELON_JOIN_AFTER", -1),
             life=_number("ECHELON_LIFE", 0),
         )

@@ -15,6 +15,7 @@ from echelon.dist.resilient.epochs import News
 from echelon.dist.resilient.joining import Joins
 from echelon.errors import PeerLostError
 from echelon.recorder.continuation import REPLACE, SHRINK, Epoch
+from echelon.store import MemoryStore
 
 _is_claimed = False  # by a protected call of this process
 
@@ -22,7 +23,7 @@ _is_claimed = False  # by a protected call of this process
 def is_protected(group: ProcessGroup, call: str) -> bool:
     """Return whether training survives the loss of a rank; warn if the launcher prevents it.
 
-    Only the first rank warns. A world of one rank is never protected.
+    Only the first rank warns. A world of one rank is protected only if other ranks may join it.
 
     Args:
         group: the world.
@@ -32,7 +33,7 @@ def is_protected(group: ProcessGroup, call: str) -> bool:
         ValueError: a protected call was already made in this process.
     """
     global _is_claimed
-    if group.size == 1:
+    if group.size == 1 and not _may_be_joined():
         return False
     if on_loss() not in (SHRINK, REPLACE):
         if group.rank == 0:
@@ -49,6 +50,10 @@ def is_protected(group: ProcessGroup, call: str) -> bool:
         )
     _is_claimed = True
     return True
+
+
+def _may_be_joined() -> bool:
+    return on_loss() == REPLACE and not isinstance(runtime.job_store(), MemoryStore)
 
 
 @contextlib.contextmanager

@@ -182,6 +182,18 @@ def test_nodes_that_connect_late_add_their_ranks_to_the_running_world(job, tmp_p
     assert [one["joined_ranks"] for one in report["continuations"]] == [[2], [3, 4]]
 
 
+@pytest.mark.parametrize("layout", ["replicated", "sharded", "pipeline"])
+def test_a_world_of_one_rank_grows(job, tmp_path, layout):
+    start = job(layout, "2", nodes="1:2")
+    first = start(1)
+    first.wait_for("trains")
+    second = start(1)
+    codes = [first.end(), second.end()]
+    told = _told(first, second)
+    assert codes == [0, 0], told
+    assert _bits(first, second) == {(_undisturbed(tmp_path, layout), "2")}, told
+
+
 def _reason(node: Node) -> list[dict[str, object]]:
     return read_json(node.run_dir / "report.json")["not_replaced"]
 

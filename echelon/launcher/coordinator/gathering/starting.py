@@ -66,7 +66,7 @@ def starts_of(
             history=history,
             sights_ms=int(1000 * beat_s(len(world.nodes), options.conf.lost_after_s)),
             learns_limits=options.learned_limits == "on",
-            on_loss=options.on_loss,
+            on_loss=options.on_loss if world.size > 1 or options.max_nodes > 1 else "end",
         )
         for index, ranks in enumerate(world.nodes.values())
     ]
