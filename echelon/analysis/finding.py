@@ -176,12 +176,12 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if nothing is wrong."""
         return self.verdict is None
 
     @property
     def undecided(self) -> bool:
-        """Whether operations may be stuck even though nothing indicates a fault."""
+        """True if operations may be stuck even though nothing indicates a fault."""
         return self.healthy and any(one.cause is Cause.UNKNOWN for one in self.findings)
 
     @property

@@ -49,7 +49,7 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the operation has finished, successfully or not."""
+        """True once the operation has succeeded or failed."""
         return self.is_settled or self.pending.done
 
     @property

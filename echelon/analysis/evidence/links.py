@@ -32,7 +32,7 @@ class BrokenLink:
 
     @property
     def is_dead(self) -> bool:
-        """Whether packets are being lost."""
+        """True if packets are being lost."""
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:

@@ -167,7 +167,7 @@ class Picture:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether anything is definitely wrong."""
+        """True if anything is definitely wrong."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:

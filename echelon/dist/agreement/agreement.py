@@ -105,7 +105,7 @@ class Agreement:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the agreement was closed, for example because its ranks left their groups."""
+        """True once the agreement was closed, for example because its ranks left their groups."""
         return self._is_closed
 
     def unanswered(self) -> str:

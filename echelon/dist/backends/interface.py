@@ -140,7 +140,7 @@ class Pending(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the operation has succeeded or failed. Never blocks."""
+        """True once the operation has succeeded or failed. Never blocks."""
 
     @property
     def ended_mono_ns(self) -> int:
@@ -184,7 +184,7 @@ class Engine(Protocol):
 
     @property
     def nests(self) -> bool:
-        """Whether operations may be nested."""
+        """True if operations may be nested."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
         """Return why the engine cannot carry out this kind of operation, or "". Never blocks."""

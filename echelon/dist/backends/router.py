@@ -72,12 +72,12 @@ class Router:
 
     @property
     def nests(self) -> bool:
-        """Whether collectives on the host may be nested (see `Engine`)."""
+        """True if collectives on the host may be nested (see `Engine`)."""
         return self._host.nests
 
     @property
     def closes_together(self) -> bool:
-        """Whether closing one of the engines requires waiting for the other members."""
+        """True if closing one of the engines requires waiting for the other members."""
         return any(
             engine.device != "cpu" or getattr(engine, "closes_together", False)
             for engine in self._all()

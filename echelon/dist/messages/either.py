@@ -52,7 +52,7 @@ class EitherPending:
 
     @property
     def done(self) -> bool:
-        """Whether the receive has succeeded or failed."""
+        """True once the receive has succeeded or failed."""
         return self._ended() is not None
 
     @property

@@ -99,7 +99,7 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """Whether the transfer has ended or can stop waiting because its rival has a message."""
+        """True once the transfer has ended or can stop waiting because its rival has a message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:

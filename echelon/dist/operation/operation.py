@@ -92,7 +92,7 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """Whether the operation involves just two ranks: it sends, receives, or opens a channel."""
+        """True if the operation involves just two ranks: it sends, receives, or opens a channel."""
         return self.peer != -1
 
     @property

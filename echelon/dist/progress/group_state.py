@@ -121,7 +121,7 @@ class GroupState:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this process was forked from the process that owns the group."""
+        """True if this process was forked from the process that owns the group."""
         return self._num_forks != _num_forks
 
     @property

@@ -43,7 +43,7 @@ class Rendezvous:
 
     @property
     def stays_here(self) -> bool:
-        """Whether the host can be reached only from this machine."""
+        """True if the host can be reached only from this machine."""
         return ipaddress.ip_address(self.bind).is_loopback
 
     @property

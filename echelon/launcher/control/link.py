@@ -69,7 +69,7 @@ class Link(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether the coordinator has been reached."""
+        """True once the coordinator has been reached."""
 
     def send(self, event: Event) -> None:
         """Send an event without blocking."""

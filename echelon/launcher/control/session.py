@@ -35,12 +35,12 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all queued messages have been sent on the current connection."""
+        """True once all queued messages have been sent on the current connection."""
         return self._num_sent == len(self._kept)
 
     @property
     def is_delivered(self) -> bool:
-        """Whether the peer has acknowledged all messages."""
+        """True once the peer has acknowledged all messages."""
         return not self._kept
 
     def owe_acknowledgement(self) -> None:
@@ -49,7 +49,7 @@ class Session:
 
     @property
     def owes_acknowledgement(self) -> bool:
-        """Whether an acknowledgement should be sent, because the peer may be waiting for one."""
+        """True if an acknowledgement is due, because the peer may be waiting for one."""
         return self._unacknowledged_bytes >= _ACK_BYTES
 
     def put(self, message: bytes) -> None:

@@ -225,7 +225,7 @@ class Attempt:
 
     @property
     def awaits_collection(self) -> bool:
-        """Whether the incident of a lost worker still has to be collected."""
+        """True if the incident of a lost worker still has to be collected."""
         return bool(self._losses)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
@@ -290,7 +290,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """Whether a scheduler may be stopping the whole node, which would explain the failure."""
+        """True if a scheduler may be stopping the whole node, which would explain the failure."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS

@@ -78,7 +78,7 @@ class Incidents:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether nodes are still sending their dumps."""
+        """True if nodes are still sending their dumps."""
         return self._collection is not None
 
     @property

@@ -155,7 +155,7 @@ class World:
 
     @property
     def records(self) -> bool:
-        """Whether any rank records its operations."""
+        """True if any rank records its operations."""
         return any(key < 0 for key in self._sights)
 
     def node_of(self, rank: int) -> str:

@@ -80,7 +80,7 @@ class Mandate:
 
     @property
     def survives_host(self) -> bool:
-        """Whether there are enough electors to replace the host if it is lost."""
+        """True if there are enough electors to replace the host if it is lost."""
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:

@@ -79,7 +79,7 @@ class Takeover:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this host has failed to obtain a lease in time, or another was elected."""
+        """True once this host has failed to obtain a lease in time, or another was elected."""
         late = now_s() > self._began_s + max(self.office.promise_s, _VOTERS_S)
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 

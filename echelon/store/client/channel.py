@@ -66,7 +66,7 @@ class Channel:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the server supports echelon's extensions."""
+        """True if the server supports echelon's extensions."""
         return bool(self.instance)
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
@@ -99,7 +99,7 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def is_stale(self) -> bool:
-        """Whether the server has closed the connection or sent unsolicited data."""
+        """True once the server has closed the connection or sent unsolicited data."""
         return bool(self._poller.poll(0)) or self._at < len(self._buffer)
 
     def send(self, data: bytes, deadline: Deadline) -> None:

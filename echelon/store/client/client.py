@@ -130,7 +130,7 @@ class TCPStore(Store):
 
     @property
     def has_extensions(self) -> bool:
-        """Whether the server is echelon's rather than torch's."""
+        """True if the server is echelon's rather than torch's."""
         return isinstance(self._calls, OurCalls)
 
     def clone(self, timeout: Timeout | None = None) -> TCPStore:

@@ -45,7 +45,7 @@ class Dialer:
 
     @property
     def is_in_its_process(self) -> bool:
-        """Whether the current process created the client."""
+        """True if the current process created the client."""
         return self._pid == os.getpid()
 
     def check_usable(self, operation: str, key: str) -> None:

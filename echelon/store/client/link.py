@@ -47,7 +47,7 @@ class Call:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an answer or a frame is ready to be taken."""
+        """True if an answer or a frame is ready to be taken."""
         return self.status is not None or bool(self.frames)
 
 
@@ -87,7 +87,7 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has been answered."""
+        """True once every request has been answered."""
         return not self._calls
 
     def start(self, query: int, body: bytes, deadline: Deadline, *, is_watch: bool = False) -> Call:

@@ -50,7 +50,7 @@ class Pool:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the client was closed."""
+        """True once the client was closed."""
         return self._dialer.is_closed
 
     def turn(self, operation: str, key: str, deadline: Deadline) -> threading.Lock:

@@ -109,7 +109,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_deaf(self) -> bool:
-        """Whether the server has stopped reading from the peer."""
+        """True if the server has stopped reading from the peer."""
         return self._is_deaf
 
     @property
@@ -119,22 +119,22 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_paused(self) -> bool:
-        """Whether the peer's commands are deferred."""
+        """True if the peer's commands are deferred."""
         return self._is_paused
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connection is closed or closing."""
+        """True if the connection is closed or closing."""
         return self.standing is Standing.CLOSED
 
     @property
     def is_executing(self) -> bool:
-        """Whether the peer is a member and may execute commands now."""
+        """True if the peer is a member and may execute commands now."""
         return self.standing is Standing.MEMBER and not self._is_busy
 
     @property
     def is_ours(self) -> bool:
-        """Whether the peer has announced itself as an echelon client."""
+        """True if the peer has announced itself as an echelon client."""
         return self._parser.extensions
 
     # asyncio.Protocol.
@@ -363,7 +363,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the peer's stream is sealed."""
+        """True if the peer's stream is sealed."""
         return self._opener is not None
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:

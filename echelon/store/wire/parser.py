@@ -126,7 +126,7 @@ class Parser:
 
     @property
     def is_inside_command(self) -> bool:
-        """Whether a command or the handshake is incomplete."""
+        """True if a command or the handshake is incomplete."""
         return self._steps is not None
 
     def feed(self, data: bytes) -> list[p.Message]:
@@ -285,7 +285,7 @@ class Parser:
 
     @property
     def admitted(self) -> bool:
-        """Whether the peer is a member."""
+        """True if the peer is a member."""
         return self._is_admitted
 
     @admitted.setter

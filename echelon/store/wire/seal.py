@@ -76,7 +76,7 @@ class Opener:
 
     @property
     def is_inside_record(self) -> bool:
-        """Whether the last record is incomplete."""
+        """True if the last record is incomplete."""
         return bool(self._held)
 
     def open(self, data: bytes) -> bytes:

@@ -39,7 +39,7 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether the file belongs to the user rather than to echelon, Python or a package."""
+        """True if the file belongs to the user rather than to echelon, Python or a package."""
         return not _LIBRARY.search(self.file[-_MAX_PATH_CHARS:])
 
     def __str__(self) -> str:
@@ -56,12 +56,12 @@ class Thread:
 
     @property
     def holds_lock(self) -> bool:
-        """Whether the thread held the interpreter's lock when its stack was read."""
+        """True if the thread held the interpreter's lock when its stack was read."""
         return "holds the interpreter's lock" in self.name
 
     @property
     def is_main(self) -> bool:
-        """Whether the stack begins in a script, or in interpreter code that starts a script."""
+        """True if the stack begins in a script, or in interpreter code that starts a script."""
         if not self.frames:
             return False
         outermost = self.frames[-1]

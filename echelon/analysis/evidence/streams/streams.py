@@ -42,7 +42,7 @@ class Head:
 
     @property
     def is_message(self) -> bool:
-        """Whether the head consists of messages launched together."""
+        """True if the head consists of messages launched together."""
         return self.sequence == _MESSAGE
 
 
@@ -236,14 +236,14 @@ class Streams:
 
     @cached_property
     def has_starts(self) -> bool:
-        """Whether the dumps record when kernels started."""
+        """True if the dumps record when kernels started."""
         return any(
             bool((facts.rows["started_ns"] > 0).any()) for facts in self.evidence.ranks.values()
         )
 
     @cached_property
     def is_moving(self) -> bool:
-        """Whether the dumps prove that the job was moving while they were taken."""
+        """True if the dumps prove that the job was moving while they were taken."""
         return any(self._moves(number) for number in range(len(self.evidence.groups)))
 
     def _moves(self, group: int) -> bool:

@@ -45,12 +45,12 @@ class Divergence:
 
     @property
     def is_tie(self) -> bool:
-        """Whether the strongest side is tied with another side."""
+        """True if the strongest side is tied with another side."""
         return len(self.sides[0]) == len(self.sides[1])
 
     @property
     def is_complete(self) -> bool:
-        """Whether every member of the group has voted."""
+        """True once every member of the group has voted."""
         return sum(map(len, self.sides)) == len(self.lanes.members) + len(self.lanes.strangers)
 
     @property

@@ -40,12 +40,12 @@ class Laggards:
 
     @property
     def is_straggler(self) -> bool:
-        """Whether the delay is large enough for a verdict."""
+        """True if the delay is large enough for a verdict."""
         return self.last_share >= LAST_SHARE and self.cost_share >= COST_SHARE
 
     @property
     def is_noted(self) -> bool:
-        """Whether the delay is large enough to be noted."""
+        """True if the delay is large enough to be noted."""
         return self.last_share >= NOTED_LAST_SHARE and self.cost_share >= NOTED_COST_SHARE
 
 

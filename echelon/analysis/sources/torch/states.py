@@ -44,7 +44,7 @@ class Source:
 
     @property
     def counts_in_status(self) -> bool:
-        """Whether `pg_status` counts the collectives of each group separately."""
+        """True if `pg_status` counts the collectives of each group separately."""
         return not self.is_comms and self.backend in (*_OWN_RECORDERS, _GLOO)
 
 

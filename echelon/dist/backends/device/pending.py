@@ -95,7 +95,7 @@ class DevicePending:
 
     @property
     def is_over(self) -> bool:
-        """Whether the operation has ended, including its work on the device.
+        """True once the operation has ended, including its work on the device.
 
         Reading the property may query the device.
         """
@@ -103,7 +103,7 @@ class DevicePending:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the device has finished using the arrays."""
+        """True once the device has finished using the arrays."""
         if self._end is None:
             return self._start is None
         try:
@@ -115,7 +115,7 @@ class DevicePending:
 
     @property
     def done(self) -> bool:
-        """Whether the operation has failed or the device has completed it. Never blocks."""
+        """True once the operation has failed or the device has completed it. Never blocks."""
         if self._error is None and not self._ended_mono_ns and self._end is not None:
             self._look()
         return self._error is not None or self._ended_mono_ns != 0

@@ -77,7 +77,7 @@ class NativePending:
 
     @property
     def done(self) -> bool:
-        """Whether the operation has ended."""
+        """True once the operation has ended."""
         return bool(self._ticket.done)
 
     @property

@@ -47,7 +47,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether the save has succeeded or failed."""
+        """True once the save has succeeded or failed."""
         return not self._thread.is_alive()
 
     @property

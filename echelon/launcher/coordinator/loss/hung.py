@@ -63,7 +63,7 @@ class HungRanks:
 
     @property
     def is_killing(self) -> bool:
-        """Whether any rank that was ordered to be killed is still running."""
+        """True if any rank that was ordered to be killed is still running."""
         return bool(self._dying)
 
     def end(self, world: World, failure: Failure, incident: Incident, now_s: float) -> str:

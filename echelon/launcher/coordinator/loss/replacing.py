@@ -108,7 +108,7 @@ class Replacements:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any replacement has yet to join or could be started now."""
+        """True if any replacement has yet to join or could be started now."""
         return bool(self._places) or any(self._fitting(num) for num in self._vacant.values())
 
     def deadline_s(self) -> float:

@@ -94,7 +94,7 @@ class Probing:
 
     @property
     def is_over(self) -> bool:
-        """Whether no node is left to probe, so that the next world may begin."""
+        """True if no node is left to probe, so that the next world may begin."""
         return not self._suspects
 
     @property
@@ -201,7 +201,7 @@ class Probing:
 
     @property
     def _has_pairs(self) -> bool:
-        """Whether the failure names several nodes, so that the links between them are measured."""
+        """True if the failure names several nodes, so that the links between them are measured."""
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:

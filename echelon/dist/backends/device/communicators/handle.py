@@ -34,7 +34,7 @@ class Handle:
 
     @property
     def is_ended(self) -> bool:
-        """Whether new calls are rejected."""
+        """True if new calls are rejected."""
         return bool(self._ends)
 
     @property

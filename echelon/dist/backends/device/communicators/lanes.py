@@ -110,10 +110,10 @@ class Opening(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """Whether the operation has ended."""
+        """True once the operation has ended."""
         return self.done
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the library has finished all work for the operation."""
+        """True once the library has finished all work for the operation."""
         return self._num_left == 0
