@@ -90,7 +90,7 @@ class _Pending:
 
 
 class TokenLoader:
-    """An endless iterator over batches that shuffles each source again in every epoch.
+    """An endless iterator over batches that reshuffles each source in every epoch.
 
     Each source is split into windows of `context` tokens, or its documents are packed into samples
     of this size. Each sample is drawn once per epoch. Background threads read ahead; the time that
@@ -166,7 +166,7 @@ class TokenLoader:
 
     @property
     def num_samples(self) -> int:
-        """The total number of samples that all ranks have received."""
+        """The number of samples received so far, across all ranks."""
         return self._position.num_samples
 
     @property

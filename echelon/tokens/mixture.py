@@ -51,7 +51,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The origin of each sample in a sequence of draws.
+    """The source of each drawn sample, and the sample's index within that source.
 
     Attributes:
         source: the index of each sample's source: int64 [num].

@@ -1,4 +1,4 @@
-"""Make tokenizers by name: bytes, or a tokenizer from `tiktoken` or `tokenizers`."""
+"""Create tokenizers by name: bytes, or a tokenizer from `tiktoken` or `tokenizers`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Row:
 
 
 class Windows:
-    """Consecutive samples of `context` tokens; tokens that do not fill a last sample are dropped.
+    """Consecutive samples of `context` tokens; an incomplete last sample is dropped.
 
     Args:
         shards: the tokens to split into samples.

@@ -92,7 +92,7 @@ class TransformerStage(nn.Module):
 
 
 def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerStage:
-    """Return one stage of a model, whose blocks are split across stages as evenly as possible.
+    """Return one stage of a model, with blocks split across stages as evenly as possible.
 
     Pass the result of `stage_ties` to the pipeline as `ties`.
 

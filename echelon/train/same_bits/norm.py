@@ -72,7 +72,7 @@ def _floats(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _divided(sizes: Mapping[str, int], num_parts: int) -> list[set[str]]:
-    """Distribute names evenly by size over `num_parts` sets; the result is equal on all ranks."""
+    """Distribute names across `num_parts` sets of similar total size, identically on all ranks."""
     parts: list[set[str]] = [set() for _ in range(num_parts)]
     loads = [0] * num_parts
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

@@ -42,7 +42,7 @@ _WEIGHT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class _How:
-    """The caller's options for writing a model.
+    """The options for writing a model.
 
     Raises:
         ValueError: a file cannot have this dtype or size, or a key is not allowed in config.json.
