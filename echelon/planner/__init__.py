@@ -1,1 +1,1 @@
-"""Plan a training job: find the layouts that fit into memory, and estimate which is fastest."""
+"""Plan a training job: find the layouts that fit in memory, and estimate which is fastest."""

@@ -1,4 +1,4 @@
-"""Implement `echelon plan`, which reports which layouts fit into memory and how fast they are."""
+"""Implement `echelon plan`, which lists the layouts that fit in memory, the fastest first."""
 
 from __future__ import annotations
 

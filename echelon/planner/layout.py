@@ -1,4 +1,4 @@
-"""Describe and enumerate layouts, which are ways to split the work of a step across ranks."""
+"""Describe and enumerate layouts, each of which is a way to split a step's work across ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The work of a training step, and the resources available for it.
+    """The work of a training step, and the ranks that perform it.
 
     Attributes:
         ranks: the number of ranks in the whole job.
-        ranks_per_node: the number of neighbouring ranks that share a machine and its fast links.
+        ranks_per_node: the number of consecutive ranks that share a node and its fast links.
         batch: the number of sequences per step, over all ranks.
         context: the number of tokens in a sequence.
         compute_bytes: the size in bytes of an element in the compute dtype: 2 (bf16) or 4.
         loss_chunks: the number of chunks in which logits are computed and freed; with 1, all logits
             are computed at once.
-        on_host: whether the ranks compute in host memory.
+        on_host: whether the ranks compute on CPUs, in host memory.
     """
 
     ranks: int
@@ -53,14 +53,14 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh for `parallelize`, with the settings for running a step.
+    """A mesh for `parallelize`, with the schedule and the micro-batches of a step.
 
     Attributes:
         pp, replicate, shard, tp: the number of ranks along each axis, outermost axis first.
         schedule, chunks: the pipeline's schedule and its number of chunks per rank; "" and 1
             without a pipeline.
-        microbatches: the number of micro-batches into which each data rank splits its share of the
-            batch.
+        microbatches: the number of micro-batches into which each data-parallel rank splits its
+            local batch.
         recompute: whether blocks keep only their inputs, so that the backward pass recomputes
             everything else.
     """
@@ -113,7 +113,7 @@ class Layout:
 
 
 def layouts(model: Model, job: Job) -> Iterator[Layout]:
-    """Yield all layouts that divide the ranks, the batch and the model evenly."""
+    """Yield the layouts that split the ranks, the batch and the model evenly."""
     for pp in _divisors(job.ranks):
         if pp > min(model.layers, _MAX_STAGES):
             continue

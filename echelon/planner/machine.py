@@ -1,4 +1,4 @@
-"""Describe the speed of ranks and links, which is measured, read from a file, or assumed.
+"""Describe the speed of ranks and links, which is measured, stated by the user, or assumed.
 
 A link is described by two numbers (Hockney's model): a message of S bytes takes latency + S /
 bandwidth. The bandwidth is the number of bytes that a rank sends per second while all groups of the
@@ -22,7 +22,7 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A likely value, with a low and a high bound; 90 % of draws lie between the bounds."""
+    """A likely value with a low and a high bound, between which about 90 % of draws lie."""
 
     likely: float
     low: float
@@ -42,7 +42,7 @@ class Figure:
 
     @classmethod
     def about(cls, likely: float, factor: float) -> Figure:
-        """Return a figure that may be up to `factor` times smaller or larger than `likely`."""
+        """Return a figure whose bounds are `likely / factor` and `likely * factor`."""
         return cls(likely, likely / factor, likely * factor)
 
     def draw(self, random: random.Random) -> float:
@@ -57,7 +57,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The speed of the links that groups of a given size use, within a node or across nodes."""
+    """The speed of the links that groups of a given size use, inside a node or across nodes."""
 
     size: int
     is_across: bool
@@ -70,8 +70,9 @@ class Machine:
     """The speed of one rank's computation and communication, with bounds for each figure.
 
     Attributes:
-        flops_per_s: the operations per second that training reaches while it computes.
-        bytes_per_s: the bandwidth of a rank's memory, which limits the optimizer.
+        flops_per_s: the floating-point operations per second that training sustains while it
+            computes.
+        bytes_per_s: the bandwidth of a rank's memory, which limits the optimizer step.
         overlap: the fraction of communication that computation can hide, from 0 to 1.
         block_s: the time to launch a block's operations and hooks, regardless of their size.
         links: the links inside a node and across nodes, keyed by group size.
@@ -86,12 +87,12 @@ class Machine:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link(self, size: int, *, is_across: bool) -> Link:
-        """Return the link for the measured group size that is nearest to `size`."""
+        """Return the link whose group size is nearest to `size`, if possible of the same kind."""
         known = [link for link in self.links if link.is_across == is_across] or list(self.links)
         return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))
 
     def drawn(self, random: random.Random) -> Machine:
-        """Draw a random machine from within the bounds."""
+        """Return a machine whose figures are drawn at random."""
 
         def one(figure: Figure) -> Figure:
             value = figure.draw(random)
@@ -111,7 +112,7 @@ class Machine:
 
 
 def assumed(*, is_half: bool) -> Machine:
-    """Return data-sheet figures for H100s with NVLink, and 400 Gbit/s between nodes."""
+    """Return assumed figures for H100s with NVLink, and 400 Gbit/s between nodes."""
     peak = 989e12 if is_half else 67e12
     return Machine(
         flops_per_s=Figure(0.45 * peak, 0.3 * peak, 0.6 * peak),
@@ -127,10 +128,10 @@ def assumed(*, is_half: bool) -> Machine:
 
 
 def with_peak(machine: Machine, tflops: float) -> Machine:
-    """Return the machine with a stated peak rate, of which training is assumed to reach a fraction.
+    """Return the machine with a stated peak rate; training is assumed to reach 30 to 60 % of it.
 
     Raises:
-        ValueError: the peak rate is not above 0.
+        ValueError: the peak rate is not positive and finite.
     """
     if not (math.isfinite(tflops) and tflops > 0):
         raise ValueError(f"the peak must be above 0 TFLOP/s, got {tflops}")

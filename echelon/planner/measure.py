@@ -2,10 +2,11 @@
 
     echelon run --nproc-per-node 4 -m echelon.planner.measure --out links.json
 
-All groups of the same size communicate at the same time, as they do in training. Inside a node, a
-group consists of neighbours; across nodes, a group consists of the ranks with the same local rank.
-All ranks also compute at the same time. Each figure is the median of repeated measurements, bounded
-by the fastest and the slowest tenth.
+All groups of the same kind communicate at the same time, as they do in training. Inside a node, a
+group consists of consecutive ranks; across nodes, of ranks with the same local rank. All ranks also
+compute at the same time. Each figure is the median of repeated measurements, bounded by their 10th
+and 90th percentiles. The compute rate is then lowered and its bounds are widened, because training
+does slower work between its matrix products.
 
 Arrays are in host memory, and numpy computes the matrix products in fp32. For accelerators, state
 the rate (`--peak-tflops`), and write the links file by hand from the vendor's benchmark.
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(world: ProcessGroup) -> dict[str, Any]:
-    """Measure links and processors; return the file's content on every rank. Collective."""
+    """Measure links and processors; return the content of the file on every rank. Collective."""
     product = _make_product()
     flops = _all(world, [2.0 * _WIDTH**3 / seconds for seconds in _timed(product, _PRODUCTS)])
     memory = _all(world, [_MEMORY_NUMBERS * 12 / s for s in _timed(_make_addition(), 10)])
@@ -85,7 +86,7 @@ def _kinds(world: ProcessGroup) -> Iterator[tuple[int, int]]:
 
 
 def _link(world: ProcessGroup, size: int, distance: int) -> dict[str, Any]:
-    """Time a small and a large all_reduce, running in all groups of one kind at the same time."""
+    """Time small and large all_reduces in all groups of one kind at the same time. Collective."""
     block = world.rank // (size * distance)
     group = world.split(block * distance + world.rank % distance, key=world.rank)
     latency, bandwidth = time_link(world, group)
@@ -126,7 +127,7 @@ def _calls(world: ProcessGroup, group: ProcessGroup, x: Any, number: int) -> lis
 
 
 def _overlap(world: ProcessGroup, product: Callable[[], object]) -> dict[str, float]:
-    """Return the median fraction of a collective's time that computation hid, and its bounds."""
+    """Return the fraction of a collective that computation hides, with bounds. Collective."""
     x = np.ones(_LARGE_NUMBERS, np.float32)
     shares = []
     for _ in range(9):
@@ -168,7 +169,7 @@ def _timed(call: Callable[[], object], number: int) -> list[float]:
 
 
 def _all(world: ProcessGroup, own: list[float]) -> list[float]:
-    """Return the figures of all ranks. Collective."""
+    """Return all ranks' figures as one list. Collective."""
     out = np.empty((world.size, len(own)))
     world.all_gather(out, np.array([own]))
     return [float(value) for value in out.ravel()]

@@ -1,4 +1,4 @@
-"""Estimate the memory that a layout needs on a rank, part by part.
+"""Estimate the memory that a layout needs on a rank, component by component.
 
 Weights, gradients and AdamW's state take 4 + 4 + 8 bytes per parameter (ZeRO, Rajbhandari et al.
 2020, with fp32 weights kept), divided by the size of the "shard" axis. The buffers of `fully_shard`
@@ -8,9 +8,9 @@ dropout).
 
 [Note: the heap] In host memory, a rank uses more memory than its tensors do. `echelon.dist.heap`
 makes glibc keep freed blocks, which saves page faults, but blocks of many sizes leave gaps between
-them. With every block mapped separately (MALLOC_MMAP_THRESHOLD_=131072), the resident peak was the
-sum of the other parts plus 10 to 20 MiB. The estimate of the heap was fitted to 13 measured jobs
-(docs/planner.md).
+them. With every block mapped separately (MALLOC_MMAP_THRESHOLD_=131072), the peak resident memory
+was the sum of the other components plus 10 to 20 MiB. The estimate of the heap was fitted to 13
+measured jobs (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ class Memory:
     """The memory use, in bytes, of the rank that needs the most memory.
 
     Attributes:
-        weights, optimizer: the rank's own share of the weights and of the optimizer's state.
-        gradients: the rank's own share of the gradients at the rank's memory peak. With one
-            micro-batch, each gradient takes the place of activations that the backward pass has
-            freed.
+        weights, optimizer: the rank's shards of the weights and of the optimizer's state.
+        gradients: the rank's shards of the gradients at its memory peak. With one micro-batch, each
+            gradient takes the place of activations that the backward pass has freed.
         units: the buffers of `fully_shard` for gathered parameters, and for full gradients before
             they are reduced.
         activations: the activations kept for the backward pass, over all micro-batches in progress.
         logits: the logits and the loss's intermediate tensors.
-        heap: in host memory, the gaps between tensors, and small buffers.
+        heap: in host memory, the gaps between tensors, and small buffers; 0 on accelerators.
     """
 
     weights: float
@@ -58,7 +57,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
+        """The sum of all components."""
         return math.fsum(getattr(self, field.name) for field in fields(self))
 
 
@@ -112,7 +111,7 @@ def _of_rank(
 
 
 def _ends(model: Model, layout: Layout, *, has_first: bool, has_last: bool) -> float:
-    """Return the number of parameters in a rank's embeddings, head and final norm."""
+    """Return the number of parameters in a rank's embeddings, final norm and head."""
     divisor = layout.tp if model.vocabulary % layout.tp == 0 else 1
     matrix = model.vocabulary * model.width / divisor
     first = matrix + (model.context * model.width if model.learns_positions else 0)
@@ -136,7 +135,7 @@ def _units(layout: Layout, job: Job, unit: float, root: float, num_blocks: int) 
 
 
 def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
-    """Return how many bytes a block of `echelon.train.models` keeps per token.
+    """Return how many bytes of activations a block of `echelon.train.models` keeps per token.
 
     A block keeps the inputs and outputs of the norms (RMSNorm computes in fp32), the operands and
     result of attention (with another copy after rotary positions, which change the layout), and the
@@ -154,7 +153,7 @@ def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
 
 
 def logits_bytes(model: Model, job: Job) -> float:
-    """Return how many bytes the loss of one token needs at its peak.
+    """Return the loss's peak memory per token, in bytes.
 
     The loss holds the logits in the compute dtype, and the log-softmax and its gradient in fp32.
     """

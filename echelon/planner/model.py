@@ -1,4 +1,4 @@
-"""Compute how many weights and operations a decoder-only transformer has, from its dimensions."""
+"""Compute a decoder-only transformer's numbers of weights and operations from its dimensions."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _CONFIG_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The sizes of a decoder-only transformer.
+    """The dimensions of a decoder-only transformer.
 
     Attributes:
         layers, width, heads, vocabulary, context: as in `echelon.train.models.ModelConfig`.
-        kv_heads, head_width, hidden: as in `echelon.train.models.ModelConfig`; 0 means the usual
-            value: heads, width / heads, or 4 x width (8/3 x width if gated).
+        kv_heads, head_width, hidden: as in `echelon.train.models.ModelConfig`; 0 selects the
+            default: heads, width / heads, or 4 x width (8/3 x width if gated).
         is_gated: whether blocks have a gated feed-forward network (SwiGLU) and RMSNorm, as in
             Llama.
         is_tied: whether the output head shares its weight with the token embedding.
-        learns_positions: whether positions have a learned embedding.
+        learns_positions: whether the model has a learned position embedding.
     """
 
     layers: int
@@ -129,15 +129,15 @@ class Model:
         return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
 
     def block_flops(self, context: int) -> float:
-        """The number of operations in a block's forward pass, for a token with a full context."""
+        """Return the operations per token in a block's forward pass, for a full context."""
         return 2.0 * self.block_matrices + 4.0 * self.query_width * context
 
     def head_flops(self) -> float:
-        """The number of operations in the head's forward pass on one token."""
+        """Return the operations per token in the head's forward pass."""
         return 2.0 * self.vocabulary * self.width
 
     def train_flops(self, context: int) -> float:
-        """The number of operations per training token: 6 N + 12 L H D T (PaLM, appendix B)."""
+        """Return the operations per training token: 6 N + 12 L H D T (PaLM, appendix B)."""
         return 3.0 * (self.layers * self.block_flops(context) + self.head_flops())
 
 

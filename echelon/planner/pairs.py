@@ -2,9 +2,9 @@
 
     echelon run --nproc-per-node 2 -m echelon.planner.pairs FILE '[[[0, 1]]]' [BACKEND]
 
-The measurement runs as a separate job and takes a few seconds. All ranks measure an all_reduce, and
-then the given pairs in rounds. In a round, each rank belongs to at most one pair. The first rank of
-each host writes the results to FILE on that host.
+The measurement runs as a separate job and takes a few seconds. It times an all_reduce over all
+ranks, and then over each of the given pairs, in rounds. In a round, each rank belongs to at most
+one pair. The first rank of each host writes the results to FILE on that host.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(world: ProcessGroup, rounds: Sequence[Sequence[Pair]]) -> dict[str, Any]:
-    """Measure the links; return the results of all ranks.
+    """Measure the links; return the results on every rank. Collective.
 
     A pair's row is [rank, rank, latency in s, bandwidth in bytes/s]."""
     if world.size == 1:

@@ -11,7 +11,7 @@ from echelon.planner.model import Model
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The distribution of the model's blocks over stages.
+    """The distribution of the model's blocks across stages, and of stages across ranks.
 
     Attributes:
         rank_of_stage: for each stage, the rank on axis "pp" that holds the stage.
@@ -33,8 +33,8 @@ class Course:
     Attributes:
         makespan: the duration of a step, in the unit of the costs.
         busiest: the compute time of the rank with the most work.
-        peaks: for each rank, the peak number of micro-batches whose activations the rank holds,
-            averaged over its stages.
+        peaks: for each rank, the peak number of (stage, micro-batch) pairs whose activations the
+            rank holds at once.
     """
 
     makespan: float
@@ -62,7 +62,7 @@ def course(
     forward: tuple[float, ...],
     backward: float,
 ) -> Course:
-    """Simulate a schedule.
+    """Simulate one step of a schedule.
 
     Args:
         schedule: the schedule's name.

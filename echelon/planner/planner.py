@@ -1,9 +1,9 @@
-"""Rank the layouts of a job: find the layouts that fit, time them, and quantify the uncertainty.
+"""Rank the layouts that fit in memory by estimated step time, and quantify the uncertainty.
 
 The machine's figures are known only within bounds. Therefore, many possible machines are sampled,
-and every layout is timed on each of them. Factors that all layouts share, such as slow processors,
-do not change the order of the layouts. In addition, every layout gets a random error of its own, as
-large as the measured error of the model (docs/planner.md).
+and every layout's step time is estimated on each of them. Factors that all layouts share, such as
+slow processors, do not change the order of the layouts. In addition, every estimate is multiplied
+by an independent random error, as large as the measured error of the model (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEED = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout that fits into memory.
+    """A layout that fits in memory, with its estimated memory use and step time.
 
     Attributes:
         step_s: the low, likely and high estimates of a step's duration; 90 % of the draws lie
@@ -65,14 +65,14 @@ class Outcome:
 
 
 def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outcome:
-    """Return the layouts of a job that fit into memory, fastest first.
+    """Return the layouts of a job that fit in memory, fastest first.
 
     Args:
         memory_bytes: the memory of one rank, of which a tenth is left free.
 
     Raises:
-        ValueError: the context is longer than the model's context, or no layout divides the ranks
-            and the batch evenly.
+        ValueError: the context is longer than the model's learned position embedding, or no layout
+            splits the ranks, the batch and the model evenly.
     """
     if model.learns_positions and job.context > model.context:
         raise ValueError(f"context {job.context} exceeds the model's {model.context} positions")
@@ -97,7 +97,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
 def _best_of_each_mesh(
     model: Model, job: Job, machine: Machine, fitting: Sequence[tuple[Layout, Memory]]
 ) -> list[tuple[Layout, Memory]]:
-    """Of the layouts that differ only in micro-batches and recomputation, keep the fastest."""
+    """Return the fastest of the layouts that differ only in micro-batches and recomputation."""
     best: dict[object, tuple[float, Layout, Memory]] = {}
     for layout, needed in fitting:
         key = (layout.pp, layout.replicate, layout.shard, layout.tp, layout.schedule)
@@ -111,7 +111,7 @@ def _best_of_each_mesh(
 def _compared(
     model: Model, job: Job, machine: Machine, best: Sequence[tuple[Layout, Memory]]
 ) -> tuple[Candidate, ...]:
-    """Time the layouts on many possible machines, and sort them by speed."""
+    """Estimate the layouts' step times on many sampled machines, and sort by the likely time."""
     if not best:
         return ()
     chance = random.Random(_SEED)

@@ -1,4 +1,4 @@
-"""Render the outcome of planning as readable text or as JSON."""
+"""Render the outcome of planning as text or as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIB = 1 << 30
 def as_text(
     model: Model, job: Job, machine: Machine, outcome: Outcome, memory_bytes: float, num_shown: int
 ) -> str:
-    """Return the text of the report: a table, the first layout's parts, and the uncertainty."""
+    """Return the report as text: a table, the first layout's breakdown, and the uncertainty."""
     return "\n".join(_lines(model, job, machine, outcome, memory_bytes, num_shown))
 
 

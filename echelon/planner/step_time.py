@@ -1,10 +1,10 @@
-"""Estimate the duration of a layout's step on a given machine, part by part.
+"""Estimate the duration of a layout's step on a given machine, component by component.
 
 The computation time is the number of operations divided by the rate that training reaches. A ring
 collective takes one latency per ring step, plus its bytes divided by the bandwidth. Computation
-hides the communication of `fully_shard` and of replicas as far as the machine permits, but not the
-communication of tensor parallelism. A pipeline's idle time is taken from a simulation of its
-schedule.
+hides the communication of `fully_shard` and of replicas as far as the machine's `overlap` permits,
+but not the communication of tensor parallelism. A pipeline's idle time is taken from a simulation
+of its schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRADIENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """The duration of a step and its parts, in seconds.
+    """The components of a step's duration, in seconds.
 
     Attributes:
         compute: the computation time of the rank that has the most to compute.
@@ -32,7 +32,7 @@ class StepTime:
         exposed: the time spent in gathers and reductions that are not hidden by computation.
         bubble: the time that this rank spends waiting for other stages and for messages between
             stages.
-        optimizer: the time to read and write the optimizer's state.
+        optimizer: the time to read and write weights, gradients and the optimizer's state.
     """
 
     compute: float
@@ -43,7 +43,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
+        """The sum of all components."""
         return math.fsum(getattr(self, field.name) for field in fields(self))
 
 
@@ -81,7 +81,7 @@ def _course(layout: Layout, shares: tuple[float, ...], backward: float) -> Cours
 def _ring_s(
     machine: Machine, layout: Layout, job: Job, axis: str, num_bytes: float, num_calls: float
 ) -> float:
-    """Return the time of ring all_gathers or reduce_scatters, given the number of calls."""
+    """Return the time of ring all_gathers or reduce_scatters of `num_bytes` in total."""
     size = int(getattr(layout, axis))
     if size == 1:
         return 0.0
@@ -140,7 +140,7 @@ def _exposed_s(model: Model, layout: Layout, job: Job, machine: Machine, compute
 
 
 def _messages_s(model: Model, layout: Layout, job: Job, machine: Machine, tokens: int) -> float:
-    """Return how long messages between stages delay one forward pass and one backward pass."""
+    """Return the time that messages between stages add to one forward and one backward pass."""
     if layout.pp == 1:
         return 0.0
     link = machine.link(2, is_across=layout.spans("pp") > job.ranks_per_node)

@@ -1,4 +1,4 @@
-"""Compute how the cost of a forward pass is split across a layout's stages."""
+"""Compute how the cost of a forward pass is distributed across a layout's stages."""
 
 from __future__ import annotations
 

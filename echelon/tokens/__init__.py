@@ -1,4 +1,4 @@
-"""Prepare text as token shards, and let any number of ranks read them from an exact position."""
+"""Convert text into token shards, and read them on any number of ranks from an exact position."""
 
 from echelon.tokens.loader import Batch, TokenLoader
 from echelon.tokens.mixture import Source

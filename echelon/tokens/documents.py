@@ -28,8 +28,8 @@ def documents_of(path: Path, *, field: str) -> Iterator[Document]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not UTF-8, or a line is not JSON with that field; the message names
-            the file and the line.
+        ValueError: the file is not UTF-8 or is an incomplete gzip file, or a line is not JSON with
+            that field; the message names the file and, for JSON, the line.
     """
     is_lines = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
     with _open(path) as file:
@@ -77,7 +77,7 @@ def _open(path: Path) -> TextIO:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the file's name to decoding and decompression errors raised inside the context."""
+    """Convert decoding and decompression errors into a `ValueError` that names the file."""
     try:
         yield
     except UnicodeDecodeError as error:

@@ -1,9 +1,9 @@
-"""Define and read the index of a folder of token shards. The index lists the folder's files.
+"""Define and read the index of a folder of token shards, which lists the folder's files.
 
     FOLDER/index.json           this index; a folder without it is not a folder of token shards
     FOLDER/tokens_00000.bin     tokens, little-endian, of the index's dtype
-    FOLDER/documents_00000.bin  int64, little-endian: the end of each document of the shard, counted
-                                in tokens from the start of the whole folder
+    FOLDER/documents_00000.bin  int64, little-endian: the end of each document that ends in the
+                                shard, counted in tokens from the start of the whole folder
 
 A document may continue in the next shard; its end is listed in the shard that contains it.
 `docs/tokens.md` describes the format for other writers.
@@ -31,8 +31,8 @@ class ShardEntry:
     """One shard, which consists of a file of tokens and a file of document ends.
 
     Attributes:
-        tokens_crc32: the checksum of the file of tokens, by `zlib.crc32`.
-        documents_crc32: the checksum of the file of document ends, by `zlib.crc32`.
+        tokens_crc32: the `zlib.crc32` checksum of the file of tokens.
+        documents_crc32: the `zlib.crc32` checksum of the file of document ends.
     """
 
     tokens_name: str

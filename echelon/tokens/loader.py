@@ -1,10 +1,11 @@
 """Load batches from a mixture of token shards, with prefetching and an exact, resumable position.
 
-[Note: the position in the data] Samples are numbered over all ranks. A step takes the next `batch`
-numbers, and each rank reads its share. The weights determine the source of each number, and (seed,
-source, epoch, number) determines the sample within that source. The position is therefore the
-number of samples taken from each source. The position is the same on all ranks and does not depend
-on the number of ranks. Prefetched batches that the caller has not received are not counted.
+[Note: the position in the data] Samples are numbered across all ranks. A step takes the next
+`batch` numbers, and each rank reads its slice of them. The weights determine the source of each
+number, and (seed, source, epoch, number) determines the sample within that source. The position
+therefore consists of the number of samples taken from each source, and the mixture's credits. The
+position is the same on all ranks and does not depend on the number of ranks. Prefetched batches
+that the caller has not received are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """This rank's share of one step's samples: B samples of T tokens each.
+    """This rank's slice of one step's samples: B samples of T tokens each.
 
     Attributes:
         tokens: the input of the model: int64 [B, T].
@@ -44,7 +45,7 @@ class Batch:
         documents: the number of each token's document, counted from 0 within its row: int64 [B, T].
             Tokens attend to each other only where these numbers are equal.
         sources: the index of the source from which each row was drawn: int64 [B].
-        first_sample: the index of the first row's sample, counted over all ranks and steps.
+        first_sample: the index of the first row's sample, counted across all ranks and steps.
 
     Example:
         >>> batch = next(iter(loader))
@@ -62,7 +63,7 @@ class Batch:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Each token's position within the part of its document in this row: int64 [B, T]."""
+        """Each token's offset from its document's first token in the row: int64 [B, T]."""
         places = np.broadcast_to(np.arange(self.documents.shape[1]), self.documents.shape)
         starts = np.zeros_like(self.documents)
         begins = self.documents[:, 1:] != self.documents[:, :-1]
@@ -89,33 +90,33 @@ class _Pending:
 
 
 class TokenLoader:
-    """An endless iterator over batches; each epoch of a source has a different order.
+    """An endless iterator over batches that reshuffles each source in every epoch.
 
-    Each source is cut into windows of `context` tokens, or its documents are packed into samples of
-    this size. Each sample is drawn once per epoch. Background threads read ahead; the caller's
-    waiting time is recorded as a `data_wait` span. A loader may be used by only one thread at a
-    time.
+    Each source is split into windows of `context` tokens, or its documents are packed into samples
+    of this size. Each sample is drawn once per epoch. Background threads read ahead; the time that
+    the caller waits for a batch is recorded as a `data_wait` span. A loader may be used by only one
+    thread at a time.
 
     Args:
         sources: the sources from which samples are drawn; their names must differ.
         context: T, the number of tokens in a sample.
         batch: the number of samples per step, over all ranks.
         rank: the rank of this process in the world.
-        world_size: the number of ranks that share a batch, as evenly as possible. A rank's share
-            may be empty if `batch` is less than `world_size`.
+        world_size: the number of ranks across which each batch is split, as evenly as possible. If
+            `batch` is less than `world_size`, some ranks receive empty batches.
         seed: the seed that determines the order of samples.
         mask_documents: whether to exclude the first token of each document from the targets.
         pack_documents: whether to fill samples with whole documents (`packing.py`) instead of
-            cutting the text at fixed intervals; a document is split only if it is longer than a
+            splitting the tokens at fixed intervals; a document is split only if it is longer than a
             sample. The first token of a document is never a target. Every rank reads the end
             positions of all documents.
-        num_workers: the number of reading threads.
+        num_workers: the number of reader threads.
         prefetch: the number of batches to read ahead.
 
     Raises:
-        ValueError: an argument is out of range, a name is used twice, or a source has fewer than
-            `context` + 1 tokens. With `pack_documents`, also raised if no document of a source has
-            at least two tokens.
+        ValueError: an argument is out of range, two sources have the same name, no weight is above
+            0, or a source is too small: it has fewer than `context` + 1 tokens or, with
+            `pack_documents`, no document of at least two tokens.
 
     Example:
         >>> web = Source("web", TokenShards("web"), weight=0.8)
@@ -165,7 +166,7 @@ class TokenLoader:
 
     @property
     def num_samples(self) -> int:
-        """The total number of samples that all ranks have received."""
+        """The number of samples received so far, across all ranks."""
         return self._position.num_samples
 
     @property
@@ -182,7 +183,7 @@ class TokenLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch; block until the batch has been read.
+        """Return the next batch; block until it has been read.
 
         Raises:
             TokenShardsError: a file is damaged or was removed.
@@ -200,7 +201,7 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position as plain values, which are the same on all ranks."""
+        """Return the loader's position as plain values that are the same on all ranks."""
         saved = zip(self.sources, self._position.taken, self._position.credits, strict=True)
         return {
             "version": _VERSION,
@@ -221,12 +222,14 @@ class TokenLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, on any number of ranks.
 
-        The batch size and the weights may differ from the saved values, and sources may be new.
-        Every source in the state must be passed to the loader, if necessary with weight 0.
+        The batch size and the weights may differ from the saved ones, and the loader may have
+        sources that the state does not contain. Every source in the state must be passed to the
+        loader, if necessary with weight 0.
 
         Raises:
-            ValueError: the state was saved with a different context, seed or tokens, or names a
-                source that this loader does not have. The loader is then left unchanged.
+            ValueError: the state has a different version, was saved with a different context, seed,
+                `pack_documents` or tokens, or contains a source that this loader does not have. The
+                loader is then left unchanged.
         """
         self._require_same(state)
         saved = state["sources"]
@@ -258,7 +261,7 @@ class TokenLoader:
         self.close()
 
     def _plan(self) -> None:
-        """Draw the samples of the next batch, and start reading this rank's share."""
+        """Draw the samples of the next batch, and start reading this rank's slice of them."""
         before = self._planned
         self._mixture.taken, self._mixture.credits = list(before.taken), list(before.credits)
         drawn = self._mixture.draw(self._batch)
@@ -287,7 +290,7 @@ class TokenLoader:
         )
 
     def _windows(self, drawn: Drawn) -> NDArray[np.int64]:
-        """Return, for each sample, the number of its window within its source: int64 [num]."""
+        """Return each sample's number within its source, after shuffling: int64 [num]."""
         windows = np.empty(len(drawn.source), np.int64)
         sizes = np.array([len(samples) for samples in self._samples], np.int64)
         epochs, places = np.divmod(drawn.number, sizes[drawn.source])

@@ -2,9 +2,9 @@
 
 The algorithm is smooth weighted round robin. Each draw adds every source's weight to that source's
 credit, selects the source with the largest credit, and subtracts the sum of all weights from the
-credit of that source. After any number of draws, the count of a source differs from its exact share
-by less than one sample per other source. Credits are integers, so every rank computes the same
-sequence.
+credit of that source. After any number of draws, the number of samples drawn from a source differs
+from the exact proportion by less than one sample per other source. Credits are integers, so every
+rank computes the same sequence.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _UNIT = 1 << 32  # weights are integers in steps of 2**-32 of the sum
 
 @dataclass(frozen=True)
 class Source:
-    """Token shards from which samples are drawn.
+    """A named, weighted set of token shards from which samples are drawn.
 
     Attributes:
         name: the source's name in the loader's state.
         shards: the tokens of the source.
-        weight: the source's share of the samples, relative to the other sources' weights. With 0,
-            no sample is drawn from the source.
+        weight: how often samples are drawn from the source, relative to the other sources' weights;
+            with 0, never.
 
     Raises:
         ValueError: the weight is negative or not finite.
@@ -51,7 +51,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The sources of consecutive samples.
+    """The source of each drawn sample, and the sample's index within that source.
 
     Attributes:
         source: the index of each sample's source: int64 [num].

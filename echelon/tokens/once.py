@@ -1,7 +1,7 @@
 """Create a folder exactly once, even if many processes request it at the same time.
 
-A kernel lock decides which process creates the folder; the kernel releases the lock no matter how
-that process ends. The folder is created under a hidden name and then renamed, so a folder that has
+A file lock determines which process creates the folder; the kernel releases the lock no matter how
+that process exits. The folder is created under a hidden name and then renamed, so a folder that has
 its final name is complete.
 """
 
@@ -22,8 +22,8 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> bool:
 
     Args:
         folder: the folder to create; missing parents are created too.
-        make: a function that is called with the empty folder and fills it. The call may take any
-            length of time.
+        make: a function that is called with an empty folder and fills it. The call may take
+            arbitrarily long.
 
     Returns:
         True if this call created the folder.
@@ -65,7 +65,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock on a file; yield False if the file system does not support locks."""
+    """Hold an exclusive lock on a file; yield True, or False if locks are not supported."""
     if sys.platform == "win32":
         yield False
         return

@@ -1,7 +1,7 @@
-"""Pack whole documents into rows of `context` tokens by first fit.
+"""Pack whole documents into rows of `context` tokens with the first-fit algorithm.
 
 A document of n tokens has n - 1 pairs, each of a token and its successor. A document that is too
-long for a row is cut into pieces. No pair is lost or duplicated, and no pair spans two documents.
+long for a row is split into pieces. No pair is lost or duplicated, and no pair spans two documents.
 The rest of a row is padding, which counts as a separate document without targets.
 
 Only the last `_NUM_OPEN` rows stay open, because a search of all rows would become slower with
@@ -20,9 +20,9 @@ _NUM_OPEN = 512
 
 
 class Packs:
-    """Samples that consist of whole documents.
+    """Samples packed from whole documents; a document longer than a sample is split.
 
-    Creating the packs takes about 4 s and 20 MB per million documents.
+    Construction takes about 4 s and 20 MB per million documents.
 
     Args:
         shards: the tokens to pack.
@@ -48,7 +48,7 @@ class Packs:
 
     @property
     def padding(self) -> float:
-        """The fraction of tokens in all rows that are padding, from 0 to 1."""
+        """The fraction of all rows' tokens that is padding, from 0 to 1."""
         return 1.0 - float(self._sizes.sum()) / (len(self) * self.context)
 
     def read(self, number: int) -> Row:
@@ -74,7 +74,7 @@ class Packs:
 
 
 def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Assign each piece to the first open row that has enough room; return the rows.
+    """Assign each piece to the first open row that has enough room; return the row numbers.
 
     Args:
         sizes: the sizes of the pieces, each between 1 and `room`: int64 [num_pieces].
@@ -103,7 +103,7 @@ def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
 
 
 def _pieces(shards: TokenShards, context: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return each piece's first token and number of pairs; every piece has at least one pair."""
+    """Return the position of each piece's first token, and the piece's number of pairs (>= 1)."""
     ends = shards.ends()
     if len(shards) and (not len(ends) or ends[-1] < len(shards)):
         ends = np.append(ends, len(shards))  # the last document was not ended

@@ -1,4 +1,4 @@
-"""Compute the i-th item of a random order of n items in constant time, without stored state.
+"""Compute the i-th item of a pseudorandom order of n items in constant time, without state.
 
 The permutation applies a Feistel network over the next power of four repeatedly until the result is
 below n ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002).
@@ -16,12 +16,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permute(indices: NDArray[np.int64], size: int, key: tuple[int, int, int]) -> NDArray[np.int64]:
-    """Return the position of each index in a random order of `size` items, as int64.
+    """Return the image of each index under a pseudorandom permutation of `size` items, as int64.
 
     Args:
         indices: the indices to permute, each between 0 and size - 1.
         size: the number of items, at least 1 and at most 2**62.
-        key: three numbers; each combination gives a different order.
+        key: three integers that select the permutation.
     """
     assert size >= 1
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))

@@ -45,13 +45,14 @@ def prepare(
     Args:
         out: the path of the folder to create.
         documents: the documents, which are read one at a time and not kept in memory.
-        validation: the fraction of documents to hold out, selected by document number; with 0, no
-            documents are held out.
+        validation: the fraction of documents to hold out, selected by a hash of the document
+            number; with 0, no documents are held out.
         shard_tokens: the number of tokens per shard.
 
     Raises:
-        ValueError: `out` exists, the fraction is not in [0, 1), or a part would have no documents.
-        TokenShardsError: `documents` is empty.
+        ValueError: `out` exists, `validation` is not in [0, 1), or the training or validation split
+            would have no documents.
+        TokenShardsError: without a validation split, there are no tokens to write.
         OSError: reading or writing failed; in that case `out` is not created.
     """
     if not 0 <= validation < 1:
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 on success, or 2 after printing a one-line error to stderr."""
+    """Run the command; return 0, 2 after printing a one-line error, or 130 if interrupted."""
     options = _parser().parse_args(argv)
     try:
         for prepared in _run(options):

@@ -1,4 +1,4 @@
-"""Read a folder of token shards through memory maps, which load data only when it is used."""
+"""Read a folder of token shards through memory maps, which load data only when it is accessed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class TokenShards:
 
         Raises:
             ValueError: the range extends beyond the folder's tokens.
-            TokenShardsError: a token is not in the vocabulary, which means that the file is
-                damaged.
+            TokenShardsError: a file cannot be mapped, or is damaged: a token is not in the
+                vocabulary.
         """
         if first < 0 or num_tokens < 0 or first + num_tokens > len(self):
             raise ValueError(
@@ -79,7 +79,7 @@ class TokenShards:
         return out
 
     def documents(self, first: int, num_tokens: int) -> NDArray[np.int64]:
-        """Return the document number of each token, counting from 0: int64 [num_tokens]."""
+        """Return each token's document number, counted from 0 at `first`: int64 [num_tokens]."""
         ends = self._ends_between(first, first + num_tokens)
         numbers = np.zeros(num_tokens, np.int64)
         numbers[ends - first] = 1  # distinct: no document is empty

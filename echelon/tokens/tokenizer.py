@@ -1,4 +1,4 @@
-"""Make tokenizers by name: bytes, or a tokenizer from `tiktoken` or `tokenizers`."""
+"""Create tokenizers by name: bytes, or a tokenizer from `tiktoken` or `tokenizers`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Tokenizer:
         name: the name that was passed to `make_tokenizer`.
         vocabulary_size: the size of the vocabulary; every token is less than this number.
         end_of_document: the token that follows each document.
-        encode: a function that converts text to tokens. The name of a special token within the text
-            is encoded as ordinary text.
-        decode: a function that converts tokens back to text. End-of-document tokens are left out,
+        encode: a function that converts text to tokens. With "bytes" and tiktoken, the name of a
+            special token within the text is encoded as ordinary text.
+        decode: a function that converts tokens back to text. End-of-document tokens are dropped,
             and bytes that are not UTF-8 are replaced.
     """
 
@@ -39,8 +39,8 @@ def make_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer with the given name.
 
     Args:
-        name: "bytes" (the bytes of UTF-8, with 256 as the end of a document), "tiktoken:ENCODING",
-            or "tokenizers:FILE", where FILE is a `tokenizer.json`.
+        name: "bytes" (UTF-8 bytes, with 256 as the end-of-document token), "tiktoken:ENCODING", or
+            "tokenizers:FILE", where FILE is a `tokenizer.json`.
 
     Raises:
         ValueError: the name is unknown, the tokenizer's package is not installed, the tokenizer's

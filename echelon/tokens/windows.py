@@ -1,4 +1,4 @@
-"""Cut token shards into windows of `context` tokens, regardless of where documents end."""
+"""Split token shards into windows of `context` tokens, regardless of where documents end."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Row:
 
 
 class Windows:
-    """Consecutive samples of `context` tokens, each with the next token; a remainder is dropped.
+    """Consecutive samples of `context` tokens; an incomplete last sample is dropped.
 
     Args:
-        shards: the tokens to cut into samples.
+        shards: the tokens to split into samples.
         context: T, the number of tokens in a sample.
         masks: whether to exclude the first token of each document from the targets.
 

@@ -25,7 +25,7 @@ SHARD_TOKENS = 100_000_000  # 200 MB of uint16: few files, none too large to cop
 
 
 class _OpenFile:
-    """A file that is being written, with its length and checksum so far."""
+    """A file that is being written, with its number of items and checksum so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class _OpenFile:
             self._file.close()
 
     def abandon(self) -> None:
-        """Close the file without saving its content, because the folder is about to be removed."""
+        """Close the file without syncing it, because the folder is about to be removed."""
         try:
             self._file.close()
         except OSError:  # a full disk refuses the last buffer once more
@@ -122,7 +122,7 @@ class ShardWriter:
 
     @property
     def num_documents(self) -> int:
-        """The number of documents that have ended."""
+        """The number of documents written so far, excluding the current one."""
         open_ones = self._open[1].num_items if self._open else 0
         return sum(shard.num_documents for shard in self._shards) + open_ones
 
@@ -130,7 +130,8 @@ class ShardWriter:
         """Append tokens to the current document.
 
         Raises:
-            ValueError: a token is negative, or not less than the size of the vocabulary.
+            ValueError: `tokens` is not a one-dimensional sequence of integers, or a token is
+                outside the vocabulary.
             OSError: writing failed, for example because the disk is full.
         """
         wide = np.asarray(tokens)
@@ -174,8 +175,7 @@ class ShardWriter:
         """Complete the folder, or remove it if the block raised.
 
         Raises:
-            TokenShardsError: no token was added, or another process created the folder in the
-                meantime.
+            TokenShardsError: no token was added, or another process has created the folder since.
             OSError: writing failed, for example because the disk is full.
         """
         try:

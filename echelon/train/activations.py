@@ -63,7 +63,7 @@ def checkpoint_activations(
     Args:
         blocks: the model's blocks in order, such as `model.blocks`.
         mode: "full", "selective", or "none", which changes nothing.
-        every: n, to checkpoint the first block and then every n-th block.
+        every: n; the first block and every n-th block after it are checkpointed.
         keep: for "selective", the operations (`torch.ops.aten.mm.default`, ...) whose results are
             kept; None means `costly_operations()`.
 
@@ -103,7 +103,7 @@ def costly_operations() -> list[Any]:
 
 
 class _Checkpointed:
-    """The checkpointed forward pass of a block, as an object that is copied with the block."""
+    """A replacement for a block's `forward`; unlike a closure, it is copied with the block."""
 
     def __init__(self, forward: Callable[..., Any], kept: frozenset[Any] | None) -> None:
         self._forward = forward

@@ -27,7 +27,7 @@ _STATE = "average"
 
 
 class ExponentialMovingAverage(torch.optim.Optimizer):
-    """The moving averages of a model's parameters; they start as copies of the parameters.
+    """The moving averages of a model's parameters, which are initialized to the parameters.
 
     Create the averages after `fully_shard`. They take as much memory as another copy of this rank's
     shards (in float32 for lower-precision parameters), and as much as two copies inside
@@ -35,9 +35,9 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
 
     Args:
         parameters: a model, a pipeline stage, a pipeline, or an iterable of parameters.
-        decay: the decay per update, between 0 and 1.
-        warmup: whether to use the smaller of `decay` and (1 + n) / (10 + n) in update n. Without a
-            warm-up, early averages consist mostly of the values before training.
+        decay: the decay per update, at least 0 and below 1.
+        warmup: whether to use the smaller of `decay` and (1 + n) / (10 + n) in update n, counted
+            from 0. Without a warm-up, early averages consist mostly of the values before training.
 
     Raises:
         ValueError: an argument is invalid, or no parameter requires gradients.
@@ -72,13 +72,13 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
 
     @property
     def num_updates(self) -> int:
-        """The number of updates that the averages have received."""
+        """The number of updates so far."""
         count: int = self.param_groups[0]["num_updates"]
         return count
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the averages towards the parameters, after an optimizer step. Not collective.
+        """Update the averages from the parameters, after an optimizer step. Not collective.
 
         Raises:
             ValueError: the method was called inside `applied()`.
@@ -136,7 +136,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             self.state[parameter][_STATE] = _copy(average.to(parameter.device), parameter.dtype)
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 -- as the base class has it
-        """Raise an error. Averages are updated by `update()`.
+        """Raise an error, because `update()` updates the averages.
 
         Raises:
             TypeError: always.

@@ -57,7 +57,7 @@ class FiniteGuard:
         model: the sharded model, or this rank's stages or pipeline.
         max_in_a_row: the number of consecutive skipped steps after which an error is raised.
         over: a group of all ranks that hold parameters of the model; needed for pipeline stages and
-            experts. None means the largest group that parameters are sharded across.
+            experts. None means the largest group across which parameters are sharded.
         replicas: see `clip_grad_norm_`.
         aliases: see `clip_grad_norm_`.
         norm: a function that measures the norm instead of `clip_grad_norm_(model, inf, ...)`. It
@@ -147,7 +147,7 @@ class FiniteGuard:
             optimizer: any object that has a `step()` method.
 
         Returns:
-            Whether the step was taken; equal on all ranks.
+            True if the step was taken; equal on all ranks.
         """
         if self._is_finite:
             optimizer.step()
@@ -236,7 +236,7 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 
 def _share(name: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """Return the name that each rank passed, in rank order. Collective."""
+    """Return the names that all ranks passed, in rank order. Collective."""
     data = name.encode()[:_NAME_BYTES]
     mine = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
     mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)

@@ -189,7 +189,7 @@ class _Gradients:
         targets: Tensor,
         share: Tensor,
     ) -> None:
-        """Add one chunk's gradients: softmax minus one at the target, times the token's weight."""
+        """Add one chunk's gradients: (softmax - one-hot target) times each token's weight."""
         probabilities = logits.sub_(norms[part, None]).exp_()
         ones = probabilities.new_full((len(states), 1), -1.0)
         probabilities.scatter_add_(1, targets[part, None], ones)

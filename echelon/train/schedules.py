@@ -8,7 +8,7 @@
 
 A schedule has no state, so a resumed run needs only the step. The first step is step 0. A warm-up
 starts at 1 / num_warmup, so that no step is wasted on a rate of 0, and reaches the full rate at
-step `num_warmup`. From step `num_steps` on, the factor is `floor`.
+step `num_warmup - 1`. From step `num_steps` on, a decaying schedule returns `floor`.
 
 All schedules are frozen dataclasses that are called with the step. They can be compared and
 printed, and can serve as the `lr_lambda` of `torch.optim.lr_scheduler.LambdaLR`.
@@ -32,7 +32,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A schedule that rises over `num_warmup` steps and then stays at 1.
+    """A schedule that warms up over `num_warmup` steps and then stays at 1.
 
     Raises:
         ValueError: an argument is invalid.
@@ -55,12 +55,12 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """A schedule that rises and then falls along half a cosine to `floor` at step `num_steps`.
+    """A schedule that warms up and then decays along half a cosine to `floor` at step `num_steps`.
 
     Args:
         num_steps: the length of the run in steps, including the warm-up.
         num_warmup: the number of steps over which the factor rises.
-        floor: the last factor, between 0 and 1.
+        floor: the final factor, between 0 and 1.
 
     Raises:
         ValueError: an argument is invalid.
@@ -87,20 +87,20 @@ class Cosine:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupStableDecay:
-    """A schedule that rises, stays at 1, and falls over the last `num_decay` steps.
+    """A schedule that warms up, stays at 1, and decays over the last `num_decay` steps.
 
     The shape is that of MiniCPM (Hu et al. 2024).
 
-    To extend a run, continue from a checkpoint before the fall with a larger `num_steps`. Before
-    the fall, the factor does not depend on `num_steps`.
+    To extend a run, continue from a checkpoint before the decay with a larger `num_steps`. Before
+    the decay, the factor does not depend on `num_steps`.
 
     Args:
-        num_steps: the length of the run in steps, including the warm-up and the fall.
-        num_decay: the number of steps over which the factor falls; None means a tenth of the run,
+        num_steps: the length of the run in steps, including the warm-up and the decay.
+        num_decay: the number of steps over which the factor decays; None means a tenth of the run,
             but at least 1.
         num_warmup: the number of steps over which the factor rises.
-        floor: the last factor, between 0 and 1.
-        shape: the shape of the fall: "linear", "sqrt" (1 - sqrt; Hägele et al. 2024) or "cosine".
+        floor: the final factor, between 0 and 1.
+        shape: the shape of the decay: "linear", "sqrt" (1 - sqrt; Hägele et al. 2024) or "cosine".
 
     Raises:
         ValueError: an argument is invalid.
@@ -163,8 +163,8 @@ def make_schedule(name: str, **settings: Any) -> Schedule:
 def set_learning_rate(optimizer: Any, factor: float) -> float:
     """Set the `lr` of each parameter group to the group's peak rate times `factor`.
 
-    The peak rate is the group's `lr` at the first call. The peak rate is stored in the group as
-    `initial_lr`, which torch's schedulers also use.
+    The peak rate is the group's `initial_lr`, which torch's schedulers also use. If the group has
+    no `initial_lr`, the current `lr` is stored as `initial_lr`.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.

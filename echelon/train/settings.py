@@ -3,9 +3,9 @@
     [training]
     lr = 3e-4
 
-A section is a dataclass. A field is a number, text, a boolean, a choice (`Literal`), a tuple of
-these types, or an optional value; to set None, omit the field. Unknown names and values of the
-wrong type are refused, and the message suggests the nearest name.
+A section is a dataclass. A field holds a number, a string, a boolean, a choice (`Literal`), a tuple
+of these, or an optional value; to set None, omit the field. Unknown names and values of the wrong
+type are rejected; for an unknown name, the message suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def override(values: dict[str, Any], name: str, value: Any) -> None:
-    """Set the value that has a given dotted name in nested dicts, in place.
+    """Set the value at a dotted name in nested dicts, in place; create missing sections.
 
     Raises:
         ValueError: a parent in the name is a value, not a section.
@@ -91,7 +91,7 @@ def override(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dicts in which the values of `above` replace the values of `below`.
+    """Return a copy of `below` in which the values of `above` take precedence, section by section.
 
     Example:
         >>> merged({"training": {"lr": 0.1, "steps": 9}}, {"training": {"lr": 0.2}})
@@ -122,7 +122,7 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
-    """Return settings as nested dicts of plain values; fields with the value None are left out.
+    """Return settings as nested dicts of plain values; fields with the value None are omitted.
 
     Example:
         >>> to_dict(Cosine(num_steps=100))
@@ -151,7 +151,7 @@ def to_toml(settings: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two results of `to_dict`, as one line of text per difference.
+    """Return one line of text per difference between two results of `to_dict`.
 
     Example:
         >>> differences({"training": {"lr": 0.1}}, {"training": {"lr": 0.2}})

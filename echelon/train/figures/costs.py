@@ -48,7 +48,7 @@ class Moment:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory so far, of the accelerator if there is one, or else of the process."""
+    """Return the peak memory so far: of the GPU if it is in use, or else of the process."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())

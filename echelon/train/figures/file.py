@@ -18,7 +18,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 class FigureFile:
-    """An open file of figures. It may be used by only one thread at a time.
+    """An open file of figures, which may be used by only one thread at a time.
 
     Args:
         path: the path of the file, which is created along with its folder if necessary.
@@ -95,7 +95,7 @@ class FigureFile:
             raise
 
     def close(self) -> None:
-        """Close the file. Calling this twice is safe."""
+        """Close the file. May be called more than once."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
@@ -125,7 +125,7 @@ def read_figures(path: str | Path) -> list[dict[str, Any]]:
 
     Returns:
         One dictionary per line, in the order of the file. An incomplete last line and lines that do
-        not hold figures are left out.
+        not hold figures are skipped.
 
     Raises:
         OSError: the file cannot be read.

@@ -37,7 +37,7 @@ class FigureLog:
     """The log of a run's figures: one JSON line per step in a file, and any further writers.
 
     A resumed run first drops the lines of steps after `first_step` and then appends. A full disk,
-    or any other failure of the file or of a writer, is reported once and never ends the training.
+    or any other failure of the file or of a writer, is reported once and never stops the training.
     Use the log only from the training thread.
 
     Args:
@@ -49,11 +49,11 @@ class FigureLog:
             backward passes; with 0, no MFU is logged.
         peak_flops: the peak operations per second across all ranks, from which MFU is computed;
             with 0, no MFU is logged.
-        first_step: the number of steps that were finished before this run.
+        first_step: the number of steps that were completed before this run.
         group: the ranks whose waits and memory are compared. All of these ranks must make the same
             calls. Each call sends 32 bytes of host memory per rank. With None, only the figures of
             this process are logged.
-        writers: further outputs, used only on the rank that writes the log.
+        writers: additional outputs, used only on the rank that writes the log.
         now: the clock, which returns seconds.
 
     Raises:
@@ -132,18 +132,18 @@ class FigureLog:
         learning_rate: float | None = None,
         **more: float,
     ) -> None:
-        """Log a finished step, and start timing the next one. Collective with a `group`.
+        """Log a completed step, and start timing the next one. Collective with a `group`.
 
         If the method is called less often than once per step, it logs the means since the last
         call.
 
         Args:
-            step: the number of finished steps. If this step was logged before, because the run went
-                back to a checkpoint, the lines from that step on are replaced.
+            step: the number of completed steps. If this step was logged before, because the run
+                returned to a checkpoint, the lines from that step on are replaced.
             loss: the loss of the whole batch. A loss that is not finite is logged as null and
                 listed in `not_finite`.
-            gradient_norm: the norm of the gradients; left out if None.
-            learning_rate: the learning rate; left out if None.
+            gradient_norm: the norm of the gradients; omitted if None.
+            learning_rate: the learning rate; omitted if None.
             more: any other figures.
 
         Raises:
@@ -184,7 +184,7 @@ class FigureLog:
         self._began = Moment.now(self._now())
 
     def close(self) -> None:
-        """Close the file and the writers. Calling this twice is safe."""
+        """Close the file and the writers. May be called more than once."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""Draw a plot with one panel per figure, one colour per run, and labels at the lines' ends."""
+"""Draw a plot with one panel per figure, one colour per run, and a label at each line's end."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ PANELS = (
 
 
 def plot(runs: Sequence[Run], out: Path, *, title: str = "") -> None:
-    """Plot several runs on shared axes and save the plot; panels without data are left out.
+    """Plot several runs on shared axes and save the plot; panels without data are omitted.
 
     Args:
         out: the file to write: a .png, .svg or .pdf, or a self-contained .html page.
@@ -171,7 +171,7 @@ def _draw_beside(
 def _end(
     steps: Sequence[int], values: Sequence[float], text: str, colour: str
 ) -> list[tuple[float, float, str, str]]:
-    """Return where to put a line's label: next to the line's last finite value."""
+    """Return a line's label and its position, which is that of the line's last finite value."""
     finite = [(s, v) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
     if not finite:
         return []
@@ -213,7 +213,7 @@ def _style(place: Any, panel: Panel, seen: Sequence[float]) -> None:
 
 
 def _label_ends(place: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Write the labels to the right of the lines so that the labels do not overlap."""
+    """Place the labels to the right of the lines without overlaps."""
     if not ends:
         return
     right = max(end[0] for end in ends)

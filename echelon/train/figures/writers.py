@@ -21,7 +21,7 @@ _FOLDERS = {
 
 
 class Writer(Protocol):
-    """A receiver of the figures that a `FigureLog` logs.
+    """A destination for the figures that a `FigureLog` logs.
 
     Example:
         >>> class Printed:
@@ -41,7 +41,7 @@ class Writer(Protocol):
         """
 
     def close(self) -> None:
-        """Write all buffered data."""
+        """Write all buffered data, and close the output."""
 
 
 class TensorBoardWriter:
@@ -49,7 +49,7 @@ class TensorBoardWriter:
 
     Args:
         folder: the folder of the event files.
-        first_step: the number of steps finished before this run; TensorBoard hides later steps of
+        first_step: the number of steps completed before this run; TensorBoard hides later steps of
             an earlier run.
 
     Raises:
@@ -78,7 +78,7 @@ class TensorBoardWriter:
             self._writer.add_scalar(f"{_FOLDERS.get(name, 'training')}/{name}", value, step)
 
     def close(self) -> None:
-        """Write all buffered data."""
+        """Write all buffered data, and close the event file."""
         self._writer.close()
 
 
@@ -129,7 +129,7 @@ class WandbWriter:
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log the figures; one of wandb's processes writes them to disk."""
+        """Log the figures; a wandb process writes them to disk."""
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:

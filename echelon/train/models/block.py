@@ -57,7 +57,7 @@ class Attention(nn.Module):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    """Return the result of attention: [B, H, T, D]. Keys and values may have fewer heads."""
+    """Return the output of attention: [B, H, T, D]. Keys and values may have fewer heads."""
     group = query.shape[1] // key.shape[1]
     if group > 1 and mask is not None:  # few kernels support both fewer heads and a mask
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -95,7 +95,7 @@ class GELU(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer with a norm before each of its two parts."""
+    """A transformer layer: attention and a feed-forward network, each preceded by a norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
 
     def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Add the outputs of both parts to `x`: [B, T, C] -> [B, T, C]."""
+        """Add attention and then the feed-forward network to `x`: [B, T, C] -> [B, T, C]."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 

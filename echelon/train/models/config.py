@@ -56,7 +56,7 @@ class RotaryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The sizes and variants of a model; the defaults are those of Llama.
+    """The dimensions and variants of a model; the defaults are those of Llama.
 
     Attributes:
         layers: the number of blocks.
@@ -106,11 +106,10 @@ class ModelConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        """Replace zeros with default values, and reject impossible sizes.
+        """Replace zeros with default values, and reject invalid settings.
 
         Raises:
-            ValueError: a size is below one, a choice is unknown, or a size is not a multiple of
-                another size as required.
+            ValueError: a size is too small, a choice is unknown, or two settings are incompatible.
             TypeError: a size is not an integer.
         """
         _require_one_of("norm", self.norm, ("rms", "layer"))

@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of `x` without changing the dtype."""
+        """Normalize the last dim of `x` without changing its dtype."""
         wide = x.float()
         normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normal.to(x.dtype)

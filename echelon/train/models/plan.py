@@ -1,4 +1,4 @@
-"""Make plans that distribute a transformer, for `echelon.dist.parallel.parallelize`."""
+"""Create plans that distribute a transformer, for `echelon.dist.parallel.parallelize`."""
 
 from __future__ import annotations
 

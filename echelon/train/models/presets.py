@@ -35,7 +35,7 @@ _LLAMA: dict[str, dict[str, Any]] = {
 
 
 def gpt2(size: str = "124m", **changes: Any) -> ModelConfig:
-    """Return the config of a GPT-2 with 124m, 355m, 774m or 1.5b parameters.
+    """Return the config of a GPT-2 model of size 124m, 355m, 774m or 1.5b.
 
     Args:
         size: the size, as listed above.
@@ -58,7 +58,7 @@ def gpt2(size: str = "124m", **changes: Any) -> ModelConfig:
 
 
 def llama(size: str = "20m", **changes: Any) -> ModelConfig:
-    """Return the config of a Llama with 20m, 1b (Llama 3.2) or 8b (Llama 3.1) parameters.
+    """Return the config of a Llama model of size 20m (for tests), 1b (3.2) or 8b (3.1).
 
     Args:
         size: the size, as listed above.

@@ -1,4 +1,4 @@
-"""Apply rotary positions: rotate each pair of a head's features in proportion to the position.
+"""Apply rotary positions: rotate each pair of features by an angle proportional to the position.
 
 Features d and d + D/2 form a pair, as in the Llama weights published for `transformers`.
 """
@@ -16,7 +16,7 @@ from echelon.train.models.config import ModelConfig, RotaryScaling
 
 
 def frequencies(config: ModelConfig) -> Tensor:
-    """Return each pair's angle per position: float32 [D / 2], on the CPU."""
+    """Return each pair's rotation per position in radians: float32 [D / 2], on the CPU."""
     exponents = torch.arange(0, config.head_width, 2, dtype=torch.int64, device="cpu").float()
     plain = 1.0 / (config.rotary_base ** (exponents / config.head_width))
     scaling = config.rotary_scaling

@@ -1,4 +1,4 @@
-"""Cut a transformer into pipeline stages whose weights keep their names in the whole model."""
+"""Split a transformer into pipeline stages whose weights keep their names in the whole model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _EMBEDDING = "token.weight"
 
 
 class TransformerStage(nn.Module):
-    """Consecutive blocks of a model.
+    """A pipeline stage, which holds consecutive blocks of a model.
 
-    The first stage also has the embeddings, and the last stage has the head.
+    The first stage also holds the embeddings, and the last stage the final norm and the head.
 
     If the head is tied to the embedding, the last stage holds both the head and the embedding,
     under the names that they have in the whole model, so that an optimizer's state is always saved
@@ -59,14 +59,14 @@ class TransformerStage(nn.Module):
         Args:
             x: the tokens, int64 [B, T], at the first stage; at later stages, the previous stage's
                 features, [B, T, C].
-            documents: as in `Transformer.forward`; each stage passes them on to the next stage.
+            documents: as in `Transformer.forward`; each stage passes them to the next stage.
 
         Returns:
             The logits [B, T, V] at the last stage. At other stages, the features [B, T, C], or with
             documents, a tuple of the features and the documents.
 
         Raises:
-            ValueError: there are more tokens than the context holds, or the documents have the
+            ValueError: a sequence is longer than the model's context, or the documents have the
                 wrong shape.
         """
         x = self.hidden(x, documents)
@@ -92,7 +92,7 @@ class TransformerStage(nn.Module):
 
 
 def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerStage:
-    """Return one stage of a model. Blocks are split across the stages as evenly as possible.
+    """Return one stage of a model, with blocks split across stages as evenly as possible.
 
     Pass the result of `stage_ties` to the pipeline as `ties`.
 
@@ -117,7 +117,7 @@ def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerSt
 
 
 def stage_ties(config: ModelConfig, num_stages: int) -> list[list[str]]:
-    """Return the weights that stages share (the tied embedding), as `Pipeline` expects them.
+    """Return the weights that stages share (the tied embedding), for `Pipeline(ties=...)`.
 
     Example:
         >>> stage_ties(gpt2("124m"), num_stages=4)

@@ -2,7 +2,7 @@
 
     token -> (+ position) -> blocks -> final_norm -> head
 
-Checkpoints use the names of the model's modules, no matter how the model is distributed.
+Checkpoints use the names of this model's parameters, no matter how the model is distributed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Transformer(nn.Module):
     Attributes:
         config: the model's configuration.
         token: the embedding of tokens.
-        position: the embedding of positions, which exists only if positions are learned.
-        rotary: the table of rotary positions, which exists only if positions are rotary and is not
-            saved in checkpoints.
-        blocks: the layers.
+        position: the embedding of positions; None unless positions are learned.
+        rotary: the table of rotary positions, which is not saved in checkpoints; None unless
+            positions are rotary.
+        blocks: the transformer layers.
         final_norm: the norm before the head.
         head: the layer that maps features to logits; its weight is `token.weight` if the config
             ties the two.
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
                 in each document. None means that each row is one document.
 
         Raises:
-            ValueError: there are more tokens than the context holds, or the documents have the
+            ValueError: a sequence is longer than the model's context, or the documents have the
                 wrong shape.
         """
         return self.head(self.hidden(tokens, documents))  # type: ignore[no-any-return]
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def reset_parameters(self) -> None:
-        """Initialise all weights again. Call this method before the model is sharded."""
+        """Initialize all weights again. Call this method before the model is sharded."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
@@ -121,10 +121,10 @@ def embed(
     tokens: Tensor,
     documents: Tensor | None,
 ) -> Tensor:
-    """Return the features that the first block reads: [B, T, C].
+    """Return the input of the first block: [B, T, C].
 
     Raises:
-        ValueError: there are more tokens than the context holds, or the documents have the wrong
+        ValueError: a sequence is longer than the model's context, or the documents have the wrong
             shape.
     """
     num_tokens = tokens.shape[1]
@@ -169,7 +169,7 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def _first_places(documents: Tensor, places: Tensor) -> Tensor:
-    """Return, for each token, the position in its row where its document starts: int64 [B, T]."""
+    """Return, for each token, the position in the row where its document starts: int64 [B, T]."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return torch.where(starts, places, 0).cummax(dim=1).values

@@ -31,8 +31,8 @@ def matrix_groups(
 
     Muon trains the hidden matrices. AdamW trains the embeddings, the output head and all parameters
     that do not have exactly two dims. Vectors (biases, norms) are trained without weight decay. The
-    classification depends only on names and types, so every layout of the model gives the same
-    groups. A group may be empty, for example in a pipeline stage.
+    classification depends only on names, full shapes and module types, so every layout of the model
+    gives the same groups. A group may be empty, for example in a pipeline stage.
 
     Args:
         model: a module, which may be sharded; a pipeline; or the result of `parallelize`.

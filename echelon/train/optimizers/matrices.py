@@ -1,15 +1,15 @@
-"""Gather each matrix from its shards on one rank, and send the update back to the shards.
+"""Assemble each matrix from its shards on one rank, and return the update's shards to all ranks.
 
 [Note: rounds]
 
     shards of      A B C D ...     costliest first
-    round 0        rank 0 gets A, rank 1 gets B           one all_to_all: parts to owners
-                   each owner computes                    similar times: neighbours in the order
-                   rank 0 returns A's, rank 1 B's parts   one all_to_all: parts of the results
+    round 0        rank 0 gets A, rank 1 gets B           one all_to_all: shards to owners
+                   each owner computes                    similar times: adjacent in the order
+                   owners return the updates' shards      one all_to_all: shards of the updates
     round 1        C, D ...
 
 A rank holds one full matrix at a time. For each matrix, a rank sends its shard and receives the
-update of that shard; the owner receives the full matrix and sends the parts of the update.
+update of that shard; the owner receives the full matrix and sends the shards of the update.
 
 The replicas of a mesh take turns: replica k computes rounds k, k + R, ... and broadcasts the
 results. The work is thus split across all ranks, and all replicas get the same results.
@@ -39,11 +39,11 @@ class Matrix:
     Attributes:
         shape: the shape of the full matrix.
         lengths: the number of elements that each rank of the group holds.
-        momentum: a function that is called in the matrix's round and returns this rank's part of
+        momentum: a function that is called in the matrix's round and returns this rank's shard of
             the momentum, in any shape.
         compute: a function that is called on the owner with the full matrix and returns a matrix
             of the same size.
-        apply: a function that is called with this rank's part of the result, [length].
+        apply: a function that is called with this rank's shard of the result, [length].
     """
 
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Bucket:
     matrices: list[Matrix] = field(default_factory=list)
 
     def run(self, dtype: torch.dtype) -> None:
-        """Call `compute` with each full matrix, and `apply` with this rank's part of each result.
+        """Call `compute` with each full matrix, and `apply` with this rank's shard of each result.
 
         Collective over the group and its replicas. Blocks until all ranks have joined, or until a
         group's timeout expires.
@@ -106,7 +106,7 @@ class Bucket:
     def _one_round(
         self, matrices: Sequence[Matrix], dtype: torch.dtype, *, is_mine: bool
     ) -> Tensor:
-        """Return this rank's results, or empty buffers in another replica's round."""
+        """Return this rank's shards of the results; uninitialized in another replica's round."""
         # A replica's momentum moves in every round, whichever rank computes.
         parts = [matrix.momentum().reshape(-1).to(self.device, dtype) for matrix in matrices]
         sent = torch.cat(parts)
@@ -142,7 +142,7 @@ class Buckets:
         compute: Callable[[Tensor], Tensor],
         apply: Callable[[Tensor], None],
     ) -> None:
-        """Add the matrix that a shard belongs to; see `Matrix`."""
+        """Add the matrix to which a shard belongs; see `Matrix`."""
         member = member_of(shard)
         assert member is not None, shard.shape
         flat = member.flat

@@ -1,4 +1,4 @@
-"""Combine Muon with AdamW, on whole or sharded parameters.
+"""Combine Muon with AdamW, for full or sharded parameters.
 
 Muon (Keller Jordan 2024) replaces the momentum of a hidden matrix with the momentum's orthogonal
 factor. The update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large as an AdamW update,
@@ -43,14 +43,14 @@ class Muon(Optimizer):
     """An optimizer that uses Muon for hidden matrices and AdamW for all other parameters.
 
     Under `fully_shard`, a step is collective among the ranks of each unit: either all of these
-    ranks or none of them must take the step. `GradScaler` and `FiniteGuard` meet this condition.
+    ranks or none of them must take the step. `GradScaler` and `FiniteGuard` satisfy this condition.
     Clip with `clip_grad_norm_` as usual, although the norm of a matrix's gradient does not affect
     its update.
 
     Args:
-        params: a module, a pipeline or the result of `parallelize`, which `matrix_groups` then
-            divides; parameter groups, each with "algorithm" set to "muon" or "adamw"; or a list of
-            matrices.
+        params: a module, a pipeline or the result of `parallelize`, whose parameters
+            `matrix_groups` splits; parameter groups, each with "algorithm" set to "muon" or
+            "adamw"; or a list of matrices.
         lr: the learning rate of all groups that do not set their own.
         weight_decay: the decoupled weight decay, which is multiplied by `lr`.
         momentum: Muon's momentum.
@@ -166,7 +166,7 @@ class Muon(Optimizer):
                 bucket.run(dtype)
 
     def _momentum(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
-        """Update the momentum of this rank's part of a matrix; return the part to orthogonalise."""
+        """Update the momentum of a matrix or shard; return the values to orthogonalize."""
         gradient = parameter.grad
         assert gradient is not None
         state = self.state[parameter]
@@ -223,7 +223,7 @@ class Muon(Optimizer):
 
 
 def _apply(group: dict[str, Any], parameter: Tensor, change: Tensor) -> None:
-    """Apply the weight decay and the update to this rank's part of a matrix."""
+    """Apply the weight decay and the update to a matrix or this rank's shard of it."""
     rate = group["lr"]
     parameter.mul_(1.0 - rate * group["weight_decay"])
     scale = _SCALES[group["scale"]](*whole_shape(parameter))

@@ -1,4 +1,4 @@
-"""Refuse models, optimizers, ranges and micro-batches that would not give the same bits."""
+"""Reject models, optimizers, ranges and micro-batches that would not give the same bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.train.optimizers.muon import Muon
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse models whose results depend on the number of ranks.
+    """Reject models whose results depend on the number of ranks.
 
     Raises:
         ValueError: the model uses DistributedDataParallel or tensor parallelism.
@@ -38,7 +38,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that round an element differently depending on where shards end.
+    """Reject optimizers whose results depend on how parameters are sharded.
 
     Raises:
         ValueError: the optimizer is Muon or fused.
@@ -61,7 +61,7 @@ def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[R
 
     Raises:
         ValueError: the ranges do not cover all micro-batches.
-        CollectiveMismatchError: the ranks' ranges are not contiguous parts of the same total.
+        CollectiveMismatchError: the ranks' ranges are not contiguous or have different totals.
     """
     if run is None:
         run = even_runs(micro_batches, group.size)[group.rank]
@@ -73,7 +73,7 @@ def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[R
 
 
 def copy_whole_parameters(module: nn.Module, group: ProcessGroup) -> None:
-    """Copy unsharded parameters and buffers from the group's first rank. Collective."""
+    """Broadcast unsharded parameters and all buffers from the group's first rank. Collective."""
     if group.size == 1:
         return
     tensors = [one for one in module.parameters() if member_of(one) is None]
@@ -101,7 +101,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_collectives(group: ProcessGroup) -> Iterator[None]:
-    """Inside the context, refuse collectives on the world and on a group.
+    """Raise an error if a collective on the world or on `group` is called inside the context.
 
     Raises:
         ValueError: a collective was called. Its result would depend on the number of ranks.

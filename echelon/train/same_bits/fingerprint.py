@@ -46,7 +46,7 @@ def fingerprint(model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | 
 
 
 def joined(stages: Iterable[dict[str, _T]]) -> dict[str, _T]:
-    """Return the values of all stages, keyed by their names.
+    """Merge the dicts of all stages into one.
 
     Raises:
         ValueError: two stages use the same name.
@@ -92,7 +92,7 @@ def _is_part(value: Any, shard: Shard | None) -> bool:
 
 
 def _whole(part: torch.Tensor, shard: Shard | None) -> torch.Tensor:
-    """Return the bytes of a full tensor, computed as the sum of the ranks' zero-padded parts."""
+    """Return a full tensor's bytes, as the sum of the ranks' zero-padded shards. Collective."""
     assert shard is not None
     member = member_of(shard.parameter)
     assert member is not None, shard.name

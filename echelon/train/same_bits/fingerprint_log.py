@@ -1,11 +1,11 @@
-"""Log hashes of a run's results, one line per micro-batch, for `fr-analyze --compare`.
+"""Log hashes of a run's results for each micro-batch, for `fr-analyze --compare`.
 
     FOLDER/rank_1.jsonl
     {"step": 3, "number": 5, "rank": 1, "loss": "0x1.a8p+1", "gradients": {"head.bias": "9f0c..."}}
     {"step": 3, "rank": 1, "norm": "0x1.3p-1"}
 
-Each stage of a pipeline writes its own lines, and the last stage adds the loss. Each line belongs
-to a micro-batch, so runs on different numbers of ranks can be compared.
+Each stage of a pipeline writes its own lines, and the last stage adds the loss. Hashes are logged
+per micro-batch, so runs on different numbers of ranks can be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 class FingerprintLog:
-    """A writer of one rank's lines. Each call returns once its line has been written.
+    """A writer of one rank's lines; each call returns once its line has been written.
 
     Args:
         folder: the folder of the file; created if it does not exist.

@@ -1,8 +1,7 @@
 """Sum a module's gradients over micro-batches, then average them over all ranks.
 
-The backward pass of each micro-batch leaves gradients in `.grad`. The gradients are taken out
-immediately, without a copy, so that only the canonical tree adds the gradients of two
-micro-batches.
+The backward pass of each micro-batch leaves gradients in `.grad`. They are moved out of `.grad`
+immediately, so that only the canonical tree adds the gradients of two micro-batches.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ class Gradients:
 
     Args:
         module: a model, or one stage of a pipeline; it may be sharded.
-        group: the ranks that share the micro-batches.
+        group: the ranks across which the micro-batches are split.
         runs: each rank's range of micro-batches.
 
     Attributes:
         device: the device of the gradients; None if no parameter requires gradients.
 
     Raises:
-        ValueError: a unit is sharded among ranks that do not hold all micro-batches between them.
+        ValueError: a unit is sharded across ranks that together do not hold all micro-batches.
         CollectiveMismatchError: the ranges of a unit's ranks are not contiguous.
     """
 
@@ -55,7 +54,7 @@ class Gradients:
         """Check that no parameter has started to require gradients since this object was created.
 
         Raises:
-            ValueError: a parameter started to require gradients later, so it is not in any vector.
+            ValueError: a parameter that requires gradients is not in any vector.
         """
         known = {id(one) for _, one in self._trained}
         for name, parameter in self._module.named_parameters():
@@ -67,7 +66,7 @@ class Gradients:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep sharded units gathered in this context; after an exception, drop the gradients."""
+        """Keep sharded units gathered in the context, and drop the gradients after an exception."""
         self.drop()
         self._sums = [_Sums(self._run, len(one.owners)) for one in self._vectors]
         sharded = bool(units_of(self._module))
@@ -89,11 +88,11 @@ class Gradients:
             vector.drop()
 
     def take(self) -> list[Taken]:
-        """Take out the gradients of one micro-batch, or of part of its backward pass."""
+        """Move the gradients of a micro-batch, or of half its backward pass, out of `.grad`."""
         return [vector.take() for vector in self._vectors]
 
     def add(self, number: int, taken: list[Taken]) -> None:
-        """Add one micro-batch's gradients and reuse their memory. Any order is allowed."""
+        """Add one micro-batch's gradients, in any order of micro-batches; reuse their memory."""
         for sums, one in zip(self._sums, taken, strict=True):
             sums.add(number, one)
 
@@ -130,7 +129,7 @@ class Gradients:
         return [row.tolist() for row in torch.split(every, splits)]
 
     def scale_(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
+        """Multiply all gradients by a factor, in place."""
         for vector in self._vectors:
             found = [owner.grad for owner in vector.owners if owner.grad is not None]
             if found:
@@ -166,7 +165,7 @@ class _Sums:
             self._next += 1
 
     def present(self) -> list[bool]:
-        """Return which parameters had a gradient in any micro-batch."""
+        """Return one flag per parameter: True if any micro-batch gave it a gradient."""
         return [
             any(taken[index] is not None for _, taken in self.nodes)
             for index in range(self._num_parameters)
@@ -193,7 +192,7 @@ def _sum_of(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tens
 def merge(one: list[Taken], other: list[Taken]) -> list[Taken]:
     """Combine the gradients from the two halves of a backward pass.
 
-    Each half has the gradients of some of the parameters.
+    Each half yields the gradients of some of the parameters.
     """
     return [
         [b if a is None else a for a, b in zip(first, second, strict=True)]
@@ -202,7 +201,7 @@ def merge(one: list[Taken], other: list[Taken]) -> list[Taken]:
 
 
 def digest(taken: list[Taken]) -> str:
-    """Return a hash of the gradients' bits and of the set of absent gradients."""
+    """Return a hash of the gradients' bits, which also depends on which gradients are absent."""
     found = hashlib.sha256()
     for gradients in taken:
         for one in gradients:

@@ -23,11 +23,11 @@ def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
     """Return the sum of squares of each gradient, keyed by the parameter's name.
 
     Collective over `group` and the groups of the sharded units. Parameters that all ranks hold in
-    full are split across the ranks, each of which computes the sums of its part.
+    full are distributed across the ranks, each of which computes the sums of its own.
 
     Args:
         module: a module whose gradients have been reduced.
-        group: the ranks that share the micro-batches.
+        group: the ranks across which the micro-batches are split.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -49,7 +49,7 @@ def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
 
 
 def _of_whole(values: Mapping[str, torch.Tensor], group: ProcessGroup) -> dict[str, torch.Tensor]:
-    """Return the sum of squares of each tensor. Every rank must hold all of the tensors."""
+    """Return the sum of squares of each tensor, which all ranks hold in full. Collective."""
     if not values:
         return {}
     own = _divided({name: one.numel() for name, one in values.items()}, group.size)[group.rank]
@@ -72,7 +72,7 @@ def _floats(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _divided(sizes: Mapping[str, int], num_parts: int) -> list[set[str]]:
-    """Split names into parts of nearly equal size. The result is the same on every rank."""
+    """Distribute names across `num_parts` sets of similar total size, identically on all ranks."""
     parts: list[set[str]] = [set() for _ in range(num_parts)]
     loads = [0] * num_parts
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
@@ -91,7 +91,7 @@ def norm_of(sums: Mapping[str, float]) -> float:
 
 
 def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:
-    """Return, for each sharded parameter that has a gradient, the sum of the gradient's squares.
+    """Return the sum of squares of each sharded gradient, keyed by its parameter. Collective.
 
     Every rank sends one message per group, which covers all units of the group.
     """

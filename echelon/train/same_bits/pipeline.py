@@ -1,4 +1,4 @@
-"""Train a pipeline to the same weights, bit for bit, as a single process.
+"""Train a pipeline to weights that are bitwise identical to those of a single process.
 
 Each stage sums the gradients of its micro-batches, over its replicas or shards, in the order of the
 canonical tree. The RNG state is sent with the activations. The norm is summed over the parameters
@@ -45,7 +45,7 @@ Take = Callable[[int, Stage, list[Taken]], None]
 
 
 class SameBitsPipeline:
-    """Training steps with a pipeline; gradients, losses and norms do not depend on the layout.
+    """Pipeline training steps whose gradients, losses and norms do not depend on the layout.
 
     Weights, losses and norms have the same bits as those of `SameBits` on the whole model, for any
     number of stages, replicas and shards. Creating this object is collective.
@@ -64,9 +64,9 @@ class SameBitsPipeline:
         run: the micro-batches of this rank's pipeline.
 
     Raises:
-        ValueError: an argument is invalid, or the pipeline has ties or no `replicas`; also raised
-            in the cases listed for `SameBits`.
-        CollectiveMismatchError: the ranges are not contiguous parts of the same total.
+        ValueError: an argument is invalid, or the pipeline has tied parameters or no `replicas`;
+            also raised in the cases listed for `SameBits`.
+        CollectiveMismatchError: the ranges are not contiguous or have different totals.
 
     Example:
         >>> mesh = DeviceMesh((2, 4), ("pp", "dp"))
@@ -220,7 +220,7 @@ class SameBitsPipeline:
     # ---- one batch ----
 
     def _carry_out(self, step: int, numbers: list[int], batch: Batch, take: Take) -> list[float]:
-        """Run the plan on one batch of micro-batches; return this rank's losses."""
+        """Execute the plan on one batch of micro-batches; return this rank's losses."""
         pipe = self._pipe
         inputs: list[list[torch.Tensor]] = []
         targets: list[list[torch.Tensor]] = []
@@ -249,7 +249,7 @@ class SameBitsPipeline:
         """Compute micro-batch 0 twice in every pipeline, and compare the results.
 
         Another micro-batch is computed in between. The plan has a fixed number of micro-batches, so
-        the remaining places are filled with micro-batch 0.
+        the remaining slots are filled with micro-batch 0.
         """
         per_pass = self._pipe.num_microbatches
         wanted = [0, self.run.total - 1, 0]
@@ -338,7 +338,7 @@ class _Listener:
 
 
 def _num_shared(stages: Sequence[Stage]) -> int:
-    """Return how many parameters belong to more than one of this rank's stages."""
+    """Return the number of parameters that more than one of this rank's stages holds."""
     places = [id(one) for stage in stages for one in set(stage.module.parameters())]
     return len(places) - len(set(places))
 

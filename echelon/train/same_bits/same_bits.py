@@ -1,4 +1,4 @@
-"""Train to the same weights, bit for bit, on any number of ranks.
+"""Train to bitwise identical weights on any number of ranks.
 
 Each micro-batch is computed by one rank, in its own shape and with its own random numbers.
 Gradients, losses and the norm are summed in the canonical tree over the micro-batch numbers.
@@ -47,11 +47,11 @@ class SameBits:
         optimizer: the optimizer of the model's parameters.
         micro_batches: the number of micro-batches per step, over all ranks. The bits depend on this
             number, but not on the number of ranks.
-        group: the ranks that share the micro-batches; None means the world.
+        group: the ranks across which the micro-batches are split; None means the world.
         seed: the seed of the run. Random numbers depend on this seed, the step and the number of
             the micro-batch.
-        run: this rank's micro-batches. The ranks' ranges must be contiguous. None means an even
-            split.
+        run: this rank's micro-batches. Each rank's range must begin where the previous rank's range
+            ends. None means an even split.
         probe: whether to check, at the first step, that a micro-batch gives the same bits twice and
             on all ranks.
         fingerprints: a folder, such as RUN/fingerprints, in which to record a hash of each
@@ -63,8 +63,9 @@ class SameBits:
 
     Raises:
         ValueError: an argument is invalid, the optimizer is fused or Muon, the model uses
-            DistributedDataParallel or tensor parallelism, or its results cannot be reproduced.
-        CollectiveMismatchError: the ranks' ranges are not contiguous parts of the same total.
+            DistributedDataParallel or tensor parallelism, no parameter requires gradients, or a
+            unit is sharded across ranks that together do not hold all micro-batches.
+        CollectiveMismatchError: the ranks' ranges are not contiguous or have different totals.
 
     Example:
         >>> same = SameBits(model, optimizer, micro_batches=24, seed=1)
@@ -107,8 +108,8 @@ class SameBits:
     def backward(self, step: int, compute: Compute) -> float:
         """Compute this rank's micro-batches of a step and put the average gradients into `.grad`.
 
-        Earlier gradients are dropped. The method is collective and blocks until all ranks have
-        computed their micro-batches, at most for the group's timeout.
+        Earlier gradients are dropped. The method is collective. It blocks until all ranks have
+        computed their micro-batches or the group's timeout expires.
 
         Args:
             step: the number of the optimizer step, which is part of the random numbers' seed.

@@ -45,7 +45,7 @@ class Vector(Protocol):
     owners: list[nn.Parameter]
 
     def take(self) -> Taken:
-        """Take one micro-batch's gradients out of `.grad`, converted to the dtype of the sums."""
+        """Move one micro-batch's gradients out of `.grad`, and convert them to `dtype`."""
 
     def drop(self) -> None:
         """Drop the gradients of the micro-batches and of the last step."""
@@ -55,7 +55,7 @@ class Vector(Protocol):
 
         Args:
             nodes: the sums of this rank's range.
-            present: which parameters have a gradient on any rank.
+            present: for each parameter, whether any rank has a gradient for it.
         """
 
 
@@ -64,7 +64,7 @@ class WholeVector:
 
     Args:
         parameters: parameters of the same dtype and on the same device.
-        group: the ranks that share the micro-batches.
+        group: the ranks across which the micro-batches are split.
         runs: each rank's range of micro-batches.
         scratch: a receive buffer shared by all vectors.
     """
@@ -85,18 +85,18 @@ class WholeVector:
         self._scratch = scratch
 
     def take(self) -> Taken:
-        """See `Vector`."""
+        """Take one micro-batch's gradients; see `Vector`."""
         taken = [_summed(parameter.grad, self.dtype) for parameter in self.owners]
         self.drop()
         return taken
 
     def drop(self) -> None:
-        """See `Vector`."""
+        """Drop all gradients; see `Vector`."""
         for parameter in self.owners:
             parameter.grad = None
 
     def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
-        """See `Vector`."""
+        """Reduce the sums; see `Vector`."""
         group, run = self._group, self._runs[self._group.rank]
         sums = _packed(nodes, run, self._numel, self.dtype, self.device, self._places, ())
         splits = even_splits(self._numel, group.size)
@@ -143,7 +143,7 @@ class ShardedVector:
             )
 
     def take(self) -> Taken:
-        """See `Vector`."""
+        """Take one micro-batch's gradients; see `Vector`."""
         taken = []
         for member in self._flat.members:
             gradient = member.leaf.grad if member.aside is None else member.aside
@@ -152,13 +152,13 @@ class ShardedVector:
         return taken
 
     def drop(self) -> None:
-        """See `Vector`."""
+        """Drop all gradients; see `Vector`."""
         for member in self._flat.members:
             member.drop_gradient()
             member.shard.grad = None
 
     def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
-        """See `Vector`."""
+        """Reduce the sums; see `Vector`."""
         flat, run = self._flat, self._run
         gaps, numel = _gaps(flat.layout), flat.layout.numel
         sums = _packed(nodes, run, numel, self.dtype, self.device, self._places, gaps)
@@ -183,14 +183,14 @@ def _summed(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 def _gaps(layout: Layout) -> list[slice]:
-    """Return the parts of a flat vector that do not belong to any parameter."""
+    """Return the slices of a flat vector that do not belong to any parameter."""
     starts = [*(piece.start for piece in layout.pieces), layout.numel]
     ends = [0, *(piece.start + piece.numel for piece in layout.pieces)]
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def _memory_of(sums: TreeSums) -> torch.Tensor:
-    """Return the memory of a vector that has already been sent, or new memory if there is none."""
+    """Return the memory of a vector that has already been sent, or else new memory."""
     for _, vector in sums.nodes():
         return vector
     return torch.empty(sums.numel, dtype=sums.dtype, device=sums.device)
@@ -226,7 +226,7 @@ def vectors_of(
     """Return the vectors of all trainable parameters. Collective.
 
     Raises:
-        ValueError: a unit is sharded among ranks that do not hold all micro-batches between them.
+        ValueError: a unit is sharded across ranks that together do not hold all micro-batches.
         CollectiveMismatchError: the ranges of micro-batches held by a unit's ranks are not
             contiguous.
     """

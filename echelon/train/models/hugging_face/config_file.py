@@ -1,7 +1,7 @@
-"""Read and write config.json, and refuse models with features that this package does not have.
+"""Read and write config.json, and reject models with features that are not implemented.
 
 Unsupported settings and unknown keys are errors, because ignoring them could silently give wrong
-results. The caller may name unknown keys that do not matter (`ignore`).
+results. The caller may list unknown keys that do not matter (`ignore`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 
 
 class _Reader:
-    """The keys of a config.json, with a record of the keys that have been read."""
+    """A reader of a config.json that records which keys have been read."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         self.path = path
@@ -106,7 +106,7 @@ class _Reader:
         """Check all keys that have not been read so far.
 
         Raises:
-            CheckpointError: a key is unknown, or stands for a feature that is not implemented.
+            CheckpointError: a key is unknown, or enables a feature that is not implemented.
         """
         left = set(self._content) - self._seen - _WITHOUT_EFFECT - set(ignore)
         for key in sorted(left & set(_MUST_BE)):
@@ -152,7 +152,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
 
 
 def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig, list[str]]:
-    """Return the config that `read_config` returns, and the warnings about it."""
+    """Return the config that `read_config` returns, and the text of its warnings."""
     reader = _Reader(folder / NAME, _load(folder / NAME))
     family = _family(reader)
     try:

@@ -108,7 +108,7 @@ class HuggingFaceFolder:
         return columns.t() if part.transposed else columns
 
     def _read_whole(self, name: str) -> Tensor:
-        """Return one tensor of the folder. The last tensor read is cached."""
+        """Return one of the folder's tensors; the last tensor read is cached."""
         if self._last is None or self._last[0] != name:
             self._last = None
             stored = self._stored(name)
@@ -193,7 +193,7 @@ class HuggingFaceFolder:
             raise self._error("; ".join(problems))
 
     def _compare_head(self, expected: Iterable[Whole]) -> None:
-        """Check that a stored head equals the embedding if the config ties the two."""
+        """Check that a stored head equals the embedding to which the config ties it."""
         head = "lm_head.weight"
         if head not in self._places:
             return

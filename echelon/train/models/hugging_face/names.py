@@ -1,8 +1,8 @@
 """Map echelon's tensors to the tensors of `transformers`, whose names and layout differ.
 
 Llama's tensors are the same as echelon's, except for their names. GPT-2 stores its linear layers
-transposed, and stores queries, keys and values as one tensor: theirs = cat([ours.T, ours.T,
-ours.T], dim=-1).
+transposed, and stores queries, keys and values as one tensor: c_attn = cat([query.T, key.T,
+value.T], dim=-1).
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ class Part:
     Attributes:
         ours: the tensor's name in echelon.
         shape: the tensor's shape in echelon.
-        transposed: whether the tensor is a transposed slice along the other tensor's last dim. If
-            False, both tensors are the same.
-        start: the position at which the slice begins.
+        transposed: whether the tensor is stored transposed.
+        start: the position along the stored tensor's last dim at which this tensor begins.
     """
 
     ours: str
@@ -70,7 +69,7 @@ class Part:
 
     @property
     def length(self) -> int:
-        """The length of the slice along the last dim of the other tensor."""
+        """The length of this tensor along the stored tensor's last dim."""
         return self.shape[0] if self.transposed else self.shape[-1]
 
 
@@ -90,7 +89,7 @@ class Whole:
 
 
 def wholes(config: ModelConfig) -> list[Whole]:
-    """Return a model's tensors in the form that `transformers` uses, without a tied head.
+    """Return a model's tensors as `transformers` stores them, without a tied head.
 
     Raises:
         ValueError: `transformers` has no such model.

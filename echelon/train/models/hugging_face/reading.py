@@ -72,11 +72,11 @@ def load_pretrained(
 def load_weights(
     folder: str | os.PathLike[str], model: nn.Module, *, ignore: Collection[str] = ()
 ) -> None:
-    """Fill a model in place from a `transformers` folder. Collective in a world.
+    """Fill a model in place from a `transformers` folder. Collective if a world exists.
 
-    Every rank reads the part that it holds: the whole model, its shards (`fully_shard`, DTensors),
-    or its stage. Data that several ranks need is read once and passed on, in windows of at most 64
-    MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
+    Every rank loads what it holds: the whole model, its shards (`fully_shard`, DTensors), or its
+    stage. Data that several ranks need is read once and sent to the others, in windows of at most
+    64 MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
     Floating-point values are converted to the model's dtype. An error while tensors are being read
     leaves the model partly filled; all other errors are detected earlier. Ranks wait for each
     other, at most for the world's timeout.

@@ -1,4 +1,4 @@
-"""Read and write the rotary settings in config.json, which come in an older and a newer form.
+"""Read and write the rotary settings in config.json, which have an older and a newer form.
 
 Up to version 4, `transformers` writes `rope_theta` and `rope_scaling`; from version 5 on, it writes
 `rope_parameters`, which holds both.
@@ -21,7 +21,7 @@ _LLAMA3 = {
 
 
 class Reader(Protocol):
-    """The keys of a config.json."""
+    """A reader of the keys of a config.json."""
 
     def get(self, key: str, default: Any) -> Any:
         """Return the value of a key."""
@@ -57,7 +57,7 @@ def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """Return a model's frequencies as config.json keys that every transformers release can read."""
+    """Return the rotary settings as config.json keys that every `transformers` release reads."""
     scaling = config.rotary_scaling
     if scaling is None:
         return {"rope_theta": config.rotary_base, "rope_scaling": None}

@@ -1,4 +1,4 @@
-"""Write a model or checkpoint to a folder that `transformers` loads, one tensor at a time.
+"""Write a model or checkpoint to a folder that `transformers` can load, one tensor at a time.
 
 If a folder already holds a model, its config.json is removed first, and the new config.json is
 written last. A job that is killed therefore leaves the old model, the new model, or a folder that
@@ -42,7 +42,7 @@ _WEIGHT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class _How:
-    """The caller's options for writing a model.
+    """The options for writing a model.
 
     Raises:
         ValueError: a file cannot have this dtype or size, or a key is not allowed in config.json.
@@ -69,10 +69,10 @@ def save_pretrained(
     max_piece_bytes: int = MAX_PIECE_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model in the form of `transformers`: config.json and safetensors. Collective.
+    """Write a model in the format of `transformers`: config.json and safetensors. Collective.
 
     A model that is distributed (by `fully_shard`, as DTensors, or in stages) is first saved as a
-    checkpoint inside the folder, which temporarily needs twice the space. Rank 0 then writes one
+    checkpoint inside the folder, which temporarily takes twice the space. Rank 0 then writes one
     tensor at a time, and the other ranks wait, at most for the world's timeout. Other files in the
     folder, such as those of a tokenizer, are kept.
 
@@ -208,14 +208,14 @@ class _Writer:
         self._dtype = dtype
 
     def stored(self, whole: Whole) -> StoredTensor:
-        """Return the description of one of the tensors to be written."""
+        """Return the shape and the stored dtype of a tensor to be written."""
         dtype = self._stored[whole.parts[0].ours].dtype
         if self._dtype is not None:
             dtype = dtype_name(self._dtype)
         return StoredTensor(whole.shape, dtype, ())
 
     def make(self, whole: Whole) -> Tensor:
-        """Return one of the tensors to be written."""
+        """Read the parts of a tensor to be written, and return the tensor."""
         parts = []
         for part in whole.parts:
             one = self._read(part.ours)
@@ -279,7 +279,7 @@ def _check(
 
 
 def _pieces(expected: list[Whole], writer: _Writer, max_piece_bytes: int) -> dict[str, list[Whole]]:
-    """Distribute tensors over files in order; return each file's tensors, keyed by file name."""
+    """Distribute tensors across files in order; return each file's tensors, keyed by file name."""
     groups: list[list[Whole]] = [[]]
     filled = 0
     for one in expected:
