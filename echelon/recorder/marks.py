@@ -35,8 +35,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
         self._detail = detail
         self._open: Any = None
         self._totals: dict[str, int] = {}
-        self._before_ns = 0
-        self._began_ns = -1
+        self._before_ns = self._began_ns = 0
         by_hand.add(name)
 
     def __enter__(self) -> None:
@@ -48,12 +47,9 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
             self._open = recorder.open_span(self._name, self._detail, 2)
 
     def __exit__(self, error: object, *_: object) -> None:
-        began_ns, self._began_ns = self._began_ns, -1
-        if began_ns < 0:  # another thread has ended it
-            return
         # Not a sum: a span of the same name inside this one has ended, and is part of it.
         if self._name in self._totals or len(self._totals) < MAX_NAMES:
-            self._totals[self._name] = self._before_ns + monotonic_ns() - began_ns
+            self._totals[self._name] = self._before_ns + monotonic_ns() - self._began_ns
         recorder = if_opened()  # none in a forked child: the span's end belongs to the parent
         if self._open is not None and recorder is not None:
             recorder.close_span(self._open)

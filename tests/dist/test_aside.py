@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from echelon.dist.progress import aside
@@ -39,3 +41,15 @@ def test_without_a_death_the_broken_connection_is_the_error(monkeypatch):
 
 def test_what_was_made_is_returned():
     assert make_aside(lambda: 7, _drop, lambda: None) == 7
+
+
+def test_an_error_of_the_check_is_raised_at_once():
+    errors = iter(["first"])
+    may_end = threading.Event()
+
+    def check() -> None:
+        raise RuntimeError(next(errors))
+
+    with pytest.raises(RuntimeError, match="first"):
+        make_aside(lambda: may_end.wait(60), lambda _: None, check)
+    may_end.set()

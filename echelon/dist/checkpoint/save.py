@@ -197,6 +197,7 @@ class _Job:
     then: Callable[[], None] | None = None
     step: int | None = None  # at which it was begun
     order: int = field(default_factory=lambda: next(_order))
+    is_unwanted: Callable[[], bool] = lambda: False
 
     def snapshot(self) -> None:
         """Copy the data that this rank writes."""
@@ -218,11 +219,12 @@ class _Job:
                 self.unfinished.discard()
             raise
 
-    def run_apart(self, deadline_s: float) -> None:
+    def run_apart(self, deadline_s: float, is_unwanted: Callable[[], bool]) -> None:
         """Write and commit the version without communicating; poll for other ranks' files instead.
 
         This leaves the group free for training in the meantime.
         """
+        self.is_unwanted = is_unwanted
         try:
             self._write()
             if self.peers.rank == 0:
@@ -243,6 +245,7 @@ class _Job:
             writer = RankFileWriter(folder, self.peers.rank)
             try:
                 for one in self.mine:
+                    self._require_wanted()
                     writer.append(one)
                 stored = writer.finish()
             finally:
@@ -297,7 +300,13 @@ class _Job:
             path=str(root),
         )
 
+    def _require_wanted(self) -> None:
+        if self.is_unwanted():
+            root = self.unfinished.final.parent
+            raise CheckpointError(f"{root}: not saved, because the program ends", path=str(root))
+
     def _require_time(self, deadline_s: float) -> None:
+        self._require_wanted()
         if time.monotonic() <= deadline_s:
             return
         root = self.unfinished.final.parent

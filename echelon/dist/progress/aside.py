@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 _Made = TypeVar("_Made")
@@ -44,9 +43,8 @@ def make_aside(
 
     aside = _Aside(job)
     try:
-        with _blaming(check):
-            while not aside.wait(_LOOK_S):
-                check()
+        while not _has_ended(aside, check):
+            check()
     except BaseException:
         with lock:
             given_up.set()
@@ -57,11 +55,14 @@ def make_aside(
     return made[0]
 
 
-@contextlib.contextmanager
-def _blaming(check: Callable[[], None]) -> Iterator[None]:
-    """Replace an error by the error that `check` raises soon after it."""
+def _has_ended(aside: _Aside, check: Callable[[], None]) -> bool:
+    """Wait briefly for a job, and return whether it has ended.
+
+    Raises:
+        Exception: the job failed. If `check` raises an exception soon after it, that is raised.
+    """
     try:
-        yield
+        return aside.wait(_LOOK_S)
     except Exception:
         limit_s = time.monotonic() + _DEATH_S
         while time.monotonic() < limit_s:

@@ -15,7 +15,8 @@ import errno
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from echelon.dist.checkpoint.life import rules
 from echelon.dist.checkpoint.life.rules import Best, Policy
 from echelon.dist.checkpoint.ranks import pending
 from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
+from echelon.dist.checkpoint.ranks.pending import PendingSave
 from echelon.dist.checkpoint.remote.steps import steps_of
 from echelon.dist.checkpoint.remote.store import place_of
 from echelon.dist.checkpoint.save import begin
@@ -37,6 +39,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 class _ClaimedError(CheckpointError):
     """Raised when another job is saving checkpoints in the same folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Others:
+    """The saves that are being written on any rank.
+
+    Attributes:
+        age_s: the age of the oldest one that was not overtaken, in seconds; None if there is none.
+        may_be_overtaken: whether it may be overtaken by another save of the same keeper.
+    """
+
+    age_s: float | None
+    may_be_overtaken: bool
 
 
 class Keeper:
@@ -54,8 +69,10 @@ class Keeper:
         timeout_s: see `save`.
         patience_s: how long to skip background saves while another one is being written, so that a
             slow disk does not stall training. After that, the next save overtakes the one being
-            written, so that a single write that hangs does not stall training either. If both
-            hang, the save after them waits. 0 means that every save waits for the one before it.
+            written, so that a single write that hangs does not stall training either: the overtaken
+            save is completed only if its write ends within `timeout_s` and before the program ends.
+            If both hang, the save after them waits. 0 means that every save waits for the one
+            before it.
 
     Raises:
         ValueError: a setting is not valid.
@@ -97,8 +114,10 @@ class Keeper:
         self._patience_s = patience_s
         self._claim: Claim | None = None
         self._in_background: int | None = None  # the step of the save that was begun last
+        self._pending: PendingSave | None = None  # that save
         self._latest: int | None = None  # the step whose folder was made last
         self._overtaken: int | None = None
+        self._is_closed = False
         self._warned: set[str] = set()
 
     def save(
@@ -138,6 +157,7 @@ class Keeper:
         if score is not None:
             score = float(score)
         peers = find(to_write=True)
+        self._is_closed = False
         if self._patience_s and self._is_skipped(step, peers, async_op=async_op):
             return False
         self._settle(peers)
@@ -159,13 +179,19 @@ class Keeper:
     def wait(self) -> bool:
         """Wait for any background save; return whether everything is saved. Collective.
 
+        A save that was overtaken is not waited for, and does not count.
+
         Returns:
             False if the save failed. After a failure, rank 0 issues a warning.
         """
-        return self._settle(find(to_write=True))
+        peers = find(to_write=True)
+        if self._patience_s:
+            self._look_at_others(peers)
+        return self._settle(peers)
 
     def close(self) -> None:
         """Allow other jobs to save to the folder. Not collective; safe to call twice."""
+        self._is_closed = True
         claim, self._claim = self._claim, None
         if claim is not None:
             claim.close()
@@ -179,7 +205,7 @@ class Keeper:
     # ---- a save ----
 
     def _begin(self, step: int, state: Mapping[str, Any], peers: Peers, *, async_op: bool) -> None:
-        begin(
+        self._pending = begin(
             self._steps.path(step),
             state,
             peers,
@@ -197,20 +223,45 @@ class Keeper:
         """
         if not async_op:
             pending.wait_until_old(self._patience_s)
-        told = peers.all_gather([pending.writing_s(), pending.has_overtaken()])
-        age_s = max((age_s for age_s, _ in told if age_s is not None), default=None)
-        if age_s is None:
+        others = self._look_at_others(peers)
+        if others.age_s is None:
             return False
         before = "the save before" if self._in_background is None else f"step {self._in_background}"
-        state = f"{before} is still being written after {age_s:.1f} s"
-        if age_s <= self._patience_s and async_op:
+        state = f"{before} is still being written after {others.age_s:.1f} s"
+        if others.age_s <= self._patience_s and async_op:
             self._report(peers, f"step {step} not saved: {state}")
             return True
-        if age_s > self._patience_s and not any(has_overtaken for _, has_overtaken in told):
-            self._overtaken, self._in_background = self._in_background, None
-            pending.overtake()
+        if others.age_s > self._patience_s and others.may_be_overtaken:
             self._report(peers, f"{state}; step {step} is saved beside it")
+            self._overtaken, self._in_background = self._in_background, None
+            self._report_overtaken(peers, peers.all_gather(_said(pending.overtake())))
         return False
+
+    def _look_at_others(self, peers: Peers) -> _Others:
+        """Exchange the states of the saves that are still being written. Collective.
+
+        Every rank calls this at the same point, including one that has replaced a lost rank. Warn
+        if the save that was overtaken has failed.
+        """
+        is_foreign = pending.has_current() and not pending.is_current(self._pending)
+        own = [pending.writing_s(), is_foreign, pending.has_overtaken()]
+        rows = peers.all_gather([*own, _said(pending.overtaken_error())])
+        self._report_overtaken(peers, [said for *_, said in rows])
+        has_overtaken = any(row[2] for row in rows)
+        if not has_overtaken:
+            self._overtaken = None
+        return _Others(
+            age_s=max((row[0] for row in rows if row[0] is not None), default=None),
+            may_be_overtaken=not has_overtaken and not any(row[1] for row in rows),
+        )
+
+    def _report_overtaken(self, peers: Peers, told: Sequence[str | None]) -> None:
+        """Warn about the errors of an overtaken save on any rank. Collective."""
+        failed = [f"rank {rank} failed: {said}" for rank, said in enumerate(told) if said]
+        if not failed:
+            return
+        step = "a save that was overtaken" if self._overtaken is None else f"step {self._overtaken}"
+        self._report(peers, f"{step} not saved: {failed[0]}")
 
     def _claim_folder(self, peers: Peers) -> None:
         def claim() -> str:
@@ -237,6 +288,8 @@ class Keeper:
 
     def _rotate(self, step: int) -> None:
         """Remove the checkpoints that the policy does not keep. Runs on rank 0 after a commit."""
+        if step != self._latest or self._is_closed:
+            return  # a write that was overtaken, or left behind; the folder may have another owner
         self._steps.sweep()
         for gone in rules.superfluous(self._steps.look(), self.policy, step):
             if not self._is_being_written(gone):
@@ -282,7 +335,7 @@ class Keeper:
     def _give_up_one(self, failed: int | None) -> bool:
         """Remove one checkpoint other than `failed` to free space; return whether this worked."""
         for step in rules.for_room(self._steps.look(), self.policy):
-            if step != failed and self._remove(step):
+            if step != failed and not self._is_being_written(step) and self._remove(step):
                 place = self._steps.path(step)
                 warnings.warn(
                     f"{place}: removed because the disk is full", RuntimeWarning, stacklevel=2
@@ -307,3 +360,7 @@ class Keeper:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _said(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"

@@ -1,8 +1,9 @@
 """Run saves in the background, one at a time and, beside it, one that was overtaken.
 
 A write may hang while the storage still completes other writes. `overtake` therefore lets the next
-save begin beside the running one, which is completed if it ever ends. Only one save can be
-overtaken at a time: if the next write hangs as well, the storage is at fault, and saves wait.
+save begin beside the running one. The overtaken save is completed if its write ends within the
+save's timeout and before the program ends. Only one save can be overtaken at a time: if the next
+write hangs as well, the storage is at fault, and saves wait.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from echelon.errors import CheckpointError
 from echelon.recorder import span
 
 _GRACE_S = 5.0  # for the thread to notice its own deadline and say which rank it waited for
+_UNWANTED_S = 2.0  # for the thread of an overtaken save to end at the program's end
+
+Write = Callable[[float, Callable[[], bool]], None]
 
 
 class PendingSave:
@@ -33,13 +37,14 @@ class PendingSave:
         True
     """
 
-    def __init__(self, path: str, write: Callable[[float], None], timeout_s: float) -> None:
+    def __init__(self, path: str, write: Write, timeout_s: float) -> None:
         self._path = path
         self._started_s = time.monotonic()
         self._timeout_s = timeout_s
         self._error: Exception | None = None
         self._raised = False
-        self._span = span("checkpoint_write", path)
+        self._span: span | None = span("checkpoint_write", path)
+        self._unwanted = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="echelon-checkpoint", daemon=True
         )
@@ -65,9 +70,8 @@ class PendingSave:
             CheckpointError: the save was not complete in time, or it failed.
             OSError: this rank could not write its part.
         """
-        limit_s = self._timeout_s + _GRACE_S - self._age_s if timeout_s is None else timeout_s
-        with span("checkpoint", f"wait for {self._path}"):
-            self._thread.join(max(0.0, limit_s))
+        limit_s = self._ends_s - self._age_s if timeout_s is None else timeout_s
+        self._join(limit_s)
         if not self.done:
             raise CheckpointError(
                 (f"{self._path}: the checkpoint is still being saved after {self._age_s:.1f} s"),
@@ -77,20 +81,46 @@ class PendingSave:
         if self._error is not None:
             raise self._error
 
-    def _run(self, write: Callable[[float], None]) -> None:
+    @property
+    def _ends_s(self) -> float:
+        """How old the save is when `wait` stops waiting by default, in seconds."""
+        return self._timeout_s + _GRACE_S
+
+    def _join(self, limit_s: float) -> None:
+        with span("checkpoint", f"wait for {self._path}"):
+            self._thread.join(max(0.0, limit_s))
+
+    def _run(self, write: Write) -> None:
+        phase = self._span
+        assert phase is not None
+        phase.__enter__()
         try:
-            with self._span:
-                write(self._started_s + self._timeout_s)
+            write(self._started_s + self._timeout_s, self._unwanted.is_set)
         except Exception as error:  # noqa: BLE001 -- whatever it is, `wait` raises it
             self._error = error
+        finally:
+            self._end_phase()
+
+    def _end_phase(self) -> None:
+        """End the phase of this save, unless another thread has ended it."""
+        with _lock:
+            phase, self._span = self._span, None
+        if phase is not None:
+            phase.__exit__(None)
 
 
+_lock = threading.Lock()
 _current: PendingSave | None = None
 _overtaken: PendingSave | None = None
 
 
-def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
-    """Start a thread that saves by calling `write` with a deadline on the monotonic clock."""
+def start(path: str, write: Write, timeout_s: float) -> PendingSave:
+    """Start a thread that saves by calling `write`.
+
+    Args:
+        write: called with a deadline on the monotonic clock, and a function that returns whether to
+            stop because the program ends without this save.
+    """
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current
@@ -101,15 +131,28 @@ def writing_s() -> float | None:
     return None if _current is None or _current.done else _current._age_s
 
 
-def overtake() -> None:
-    """Let the running save continue beside the next one. Nothing waits for it any longer.
+def has_current() -> bool:
+    """Return whether a save was begun that has not been settled."""
+    return _current is not None
 
-    Its phase ends here, so that a later failure is not attributed to this save.
+
+def is_current(save: PendingSave | None) -> bool:
+    """Return whether a save is the one that was begun last and has not been settled."""
+    return save is not None and save is _current
+
+
+def overtake() -> Exception | None:
+    """Let the running save continue beside the next one; return its error if it has failed.
+
+    No call waits for the save any longer. Its phase ends here, so that a later failure is not
+    attributed to it.
     """
     global _current, _overtaken
     _overtaken, _current = _current, None
-    if _overtaken is not None:
-        _overtaken._span.__exit__(None)
+    if _overtaken is None:
+        return None
+    _overtaken._end_phase()
+    return overtaken_error()
 
 
 def has_overtaken() -> bool:
@@ -117,12 +160,18 @@ def has_overtaken() -> bool:
     return _overtaken is not None and not _overtaken.done
 
 
+def overtaken_error() -> Exception | None:
+    """Return the error of the save that was overtaken, if it has failed. Returned only once."""
+    if _overtaken is None or not _overtaken.done:
+        return None
+    error, _overtaken._error = _overtaken._error, None
+    return error
+
+
 def wait_until_old(age_s: float) -> None:
-    """Wait until the running save has ended or began at least `age_s` ago."""
-    pending = _current
-    if pending is not None:
-        with span("checkpoint", f"wait for {pending._path}"):
-            pending._thread.join(max(0.0, age_s - pending._age_s))
+    """Wait until the running save began at least `age_s` ago, has ended or has timed out."""
+    if _current is not None:
+        _current._join(min(age_s, _current._ends_s) - _current._age_s)
 
 
 def finish(*, must_end: bool = True) -> Exception | None:
@@ -166,6 +215,9 @@ def _finish_at_exit() -> None:
     after doing the work of echelon's other exit handlers.
     """
     error = finish()
+    if _overtaken is not None:  # a thread in torch would abort the process while it ends
+        _overtaken._unwanted.set()
+        _overtaken._thread.join(_UNWANTED_S)
     if error is None:
         return
     sys.excepthook(type(error), error, error.__traceback__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import Keeper, load, newest, peek, save  # noqa: E402
 from echelon.dist.checkpoint.disk import claim, files  # noqa: E402
 from echelon.dist.checkpoint.disk.source import Version  # noqa: E402
+from echelon.dist.checkpoint.ranks import pending  # noqa: E402
 from echelon.errors import CheckpointError  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
@@ -396,6 +398,85 @@ def test_the_launcher_is_not_sent_back_to_an_overtaken_checkpoint(tmp_path, monk
     assert json.loads((tmp_path / "checkpoint.json").read_text())["step"] == 2
 
 
+def test_only_the_writes_of_the_keeper_are_overtaken(tmp_path, monkeypatch):
+    released = _hold_writes(monkeypatch)
+    save(tmp_path / "final", state_at(9), async_op=True)
+    with Keeper(tmp_path / "kept", patience_s=1e-6) as keeper:
+        threading.Timer(0.1, released.set).start()
+        assert keeper.save(1, state_at(1))
+    assert loaded(tmp_path / "final") == 9
+
+
+def test_the_failure_of_an_overtaken_write_is_told(tmp_path, monkeypatch):
+    disk = _HungSteps(monkeypatch, 1)
+    with Keeper(tmp_path, patience_s=1e-6) as keeper:
+        assert keeper.save(1, state_at(1), async_op=True)
+        (hung,) = _writing_threads()
+        with pytest.warns(RuntimeWarning, match="step 1 is still being written"):
+            assert keeper.save(2, state_at(2))
+        monkeypatch.setattr(files.NewFile, "sync", _fail)
+        disk.released[1].set()
+        hung.join(60)
+        monkeypatch.undo()
+        with pytest.warns(RuntimeWarning, match=r"step 1 not saved: rank 0 failed: OSError.*EIO"):
+            assert keeper.wait()
+        assert keeper.save(3, state_at(3))
+    assert loaded(tmp_path) == 3
+
+
+def _fail(self):
+    raise OSError(errno.EIO, "EIO")
+
+
+def test_a_write_that_outlives_its_keeper_removes_nothing(tmp_path, monkeypatch):
+    disk = _HungSteps(monkeypatch, 1, 5)
+    keeper = Keeper(tmp_path, keep=1, patience_s=1e-6)
+    assert keeper.save(1, state_at(1), async_op=True)
+    (hung,) = _writing_threads()
+    with pytest.warns(RuntimeWarning, match="step 1 is still being written"):
+        assert keeper.save(2, state_at(2))
+    keeper.close()
+    with Keeper(tmp_path) as other:
+        assert other.save(5, state_at(5), async_op=True)
+        disk.released[1].set()
+        hung.join(60)
+        assert steps_in(tmp_path) == [1, 2, 5]
+        disk.released[5].set()
+        assert other.wait()
+    assert loaded(tmp_path) == 5
+
+
+def test_room_is_not_made_of_what_is_being_written(tmp_path, monkeypatch):
+    disk = _HungSteps(monkeypatch, 1)
+    with Keeper(tmp_path, patience_s=1e-6, make_room=True) as keeper:
+        assert keeper.save(1, state_at(1), async_op=True)
+        (hung,) = _writing_threads()
+        monkeypatch.setattr(files.NewFile, "sync", _full_for_step_2)
+        with pytest.warns(RuntimeWarning, match="step 2 not saved"):
+            assert not keeper.save(2, state_at(2))
+        assert steps_in(tmp_path) == [1, 2]
+        disk.released[1].set()
+        hung.join(60)
+    assert loaded(tmp_path) == 1
+
+
+def _full_for_step_2(self):
+    if "step_00000002" in self.path.parts:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_no_patience_is_longer_than_the_timeout(tmp_path, monkeypatch):
+    monkeypatch.setattr(pending, "_GRACE_S", 0.0)
+    disk = _HungSteps(monkeypatch, 1)
+    with Keeper(tmp_path, patience_s=math.inf, timeout_s=0.1) as keeper:
+        assert keeper.save(1, state_at(1), async_op=True)
+        (hung,) = _writing_threads()
+        with pytest.warns(RuntimeWarning, match="step 1 not saved: .*still being saved after"):
+            keeper.save(2, state_at(2))
+        disk.released[1].set()
+        hung.join(60)
+
+
 _HANG_AND_END = """
 import os, sys, threading, warnings, torch
 from echelon.dist.checkpoint import Keeper
@@ -416,6 +497,29 @@ for step in (1, 2):
 def test_a_program_whose_overtaken_write_hangs_for_ever_ends(tmp_path):
     subprocess.run([sys.executable, "-c", _HANG_AND_END, tmp_path], check=True, timeout=300)
     assert peek(tmp_path)["step"] == 2
+
+
+_WRITE_AND_END = """
+import sys, warnings, torch
+from echelon.dist.checkpoint import Keeper
+from echelon.dist.checkpoint.disk import files
+from echelon.dist.checkpoint.ranks import pending
+warnings.simplefilter("ignore")
+files.NewFile.sync = lambda self: None
+many = {f"weight {number}": torch.ones(800, 800).t() for number in range(60)}
+keeper = Keeper(sys.argv[1], patience_s=1e-6)
+assert keeper.save(1, many, async_op=True)
+assert keeper.save(2, {"step": 2})
+print(pending.has_overtaken())
+"""
+
+
+def test_a_program_ends_well_while_an_overtaken_write_is_copying(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _WRITE_AND_END, tmp_path],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 # ---- jobs that share a folder ----
