@@ -205,8 +205,26 @@ library = Library()
 atexit.register(print, "exit handler")
 libc = ctypes.CDLL(None)
 libc.fdopen.restype = ctypes.c_void_p
+log = open("log.txt", "w")
+log.write("a line")
 libc.fputs(b"from C\\n", ctypes.c_void_p(libc.fdopen(1, b"w")))  # it is buffered
 {end}
+"""
+
+
+_IN_THREAD = """
+import threading
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+"""
+_CAUGHT = """
+try:
+    1 / 0
+except ZeroDivisionError:
+    sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+    sys.excepthook(*sys.exc_info())
+{then}
 """
 
 
@@ -216,6 +234,7 @@ def test_a_script_that_failed_ends_without_the_interpreters_clean_up(standby, ar
     one = standby(text, *argv, PYTHONPATH=str(tmp_path))
     code, out, err = one.run()
     assert (code, out) == (1, "exit handler\nfrom C\n")
+    assert (tmp_path / "log.txt").read_text() == "a line"
     assert err.endswith("ValueError: bad\n")
 
 
@@ -224,11 +243,11 @@ def test_a_script_that_failed_ends_without_the_interpreters_clean_up(standby, ar
     [
         "pass",
         "sys.exit(3)",
-        # As if a library had printed an error in a callback, and gone on.
-        (
-            "def call():\n    try:\n        1 / 0\n    except ZeroDivisionError:\n"
-            "        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()\ncall()"
-        ),
+        _CAUGHT.format(then="pass"),
+        _CAUGHT.format(then="sys.exit(3)"),
+        _IN_THREAD,
+        "sys.excepthook = lambda *_: sys.exit(7)\nraise ValueError",
+        "raise KeyboardInterrupt",
     ],
 )
 def test_any_other_script_is_cleaned_up_after_and_keeps_its_code(standby, end):

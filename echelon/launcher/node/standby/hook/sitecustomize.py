@@ -28,12 +28,14 @@ import sys
 TYPE_CHECKING = False  # what type checkers take as True
 if TYPE_CHECKING:
     import ast
+    from types import FrameType, TracebackType
 
 _KNOWN = frozenset(sys.modules)  # what every process has loaded
 
 import atexit  # noqa: E402
 import json  # noqa: E402 -- also what this file loads may be hidden by the script's folder
 import socket  # noqa: E402
+from _thread import get_ident  # noqa: E402
 
 _IS_THERE = 42  # the exit code of the check
 _VARIABLES = ("ECHELON_STANDBY", "ECHELON_STANDBY_FD", "PYTHONPATH")
@@ -89,6 +91,7 @@ def _main() -> None:
     os.set_inheritable(control, False)
     _leave_no_trace(given["pythonpath"])
     atexit.register(_end_if_failed)  # before all others, so that it runs after them
+    _note_uncaught()
     before = dict(os.environ)
     own_name = _rename(_NAME)
     is_lowered = _lower_priority()
@@ -381,37 +384,62 @@ def _keep(file: int) -> None:
 # ---- ending ----
 
 
-def _end_if_failed() -> None:
-    """End the process of a failed script immediately, after all other exit handlers.
+_ended_with: list[type[BaseException]] = []  # the exception that the script did not catch
+_main_thread = get_ident()
 
-    The interpreter's clean-up of libraries such as torch takes about half a second, and a restart
-    waits for every rank to end.
+
+def _note_uncaught() -> None:
+    """Install a hook that notes the exception with which the script ends."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if get_ident() == _main_thread and _is_outermost(sys._getframe().f_back):
+            _ended_with.append(kind)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _is_outermost(frame: FrameType | None) -> bool:
+    """Return whether nothing but other hooks of echelon has called a hook."""
+    while frame is not None and _is_echelons(frame.f_globals.get("__name__")):
+        frame = frame.f_back
+    return frame is None
+
+
+def _is_echelons(module: object) -> bool:
+    return module in (__name__, "echelon") or str(module).startswith("echelon.")
+
+
+def _end_if_failed() -> None:
+    """End the process of a failed script at once, after all other exit handlers.
+
+    The interpreter's clean-up takes libraries such as torch about half a second, and a restart
+    waits for every rank to end. A program whose own `sys.excepthook` may choose another exit code
+    ends as usual, and so does one that was interrupted.
     """
-    if not _has_script_failed():
+    is_own = _is_echelons(getattr(sys.excepthook, "__module__", None))
+    if not _ended_with or not is_own or issubclass(_ended_with[0], KeyboardInterrupt):
         return
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue
+    _flush_files()
     ctypes = sys.modules.get("ctypes")
     if ctypes is not None:
         ctypes.CDLL(None).fflush(None)  # the output of C and C++
     os._exit(1)
 
 
-def _has_script_failed() -> bool:
-    """Return whether the script itself, and not a callback, ended with an uncaught exception."""
-    kind, trace = getattr(sys, "last_type", None), getattr(sys, "last_traceback", None)
-    if kind is None or trace is None or issubclass(kind, KeyboardInterrupt):
-        return False
-    outermost = trace.tb_frame
-    if outermost.f_code.co_name == "_run_module_as_main":  # of `python -m`
-        return True
-    main = sys.modules.get("__main__")
-    return outermost.f_code.co_name == "<module>" and outermost.f_globals is getattr(
-        main, "__dict__", None
-    )
+def _flush_files() -> None:
+    """Write what open files hold in their buffers, as closing them would."""
+    import gc
+    import io
+
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    buffers = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    for stream in sorted(buffers, key=lambda one: not isinstance(one, io.TextIOWrapper)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
 
 
 def _run() -> None:
