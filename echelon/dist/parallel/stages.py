@@ -22,7 +22,7 @@ def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -
     if plan.stages is None:
         raise ValueError(
             f"the mesh has {group.size} ranks on axis pp, but the plan does not define how to "
-            f"cut {type(model).__name__} into stages: set plan.stages"
+            f"split {type(model).__name__} into stages: set plan.stages"
         )
     num = schedule.num_stages
     return [

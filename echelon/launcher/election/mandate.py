@@ -162,6 +162,6 @@ def _check(mandate: Mandate) -> None:
     if not all(type(number) is int for number in numbers):
         raise TypeError("expected a number")
     if not all(type(text) is str for text in texts):
-        raise TypeError("expected text")
+        raise TypeError("expected a string")
     if not mandate.electorates or not all(mandate.electorates):
         raise ValueError("the mandate does not name any voting nodes")

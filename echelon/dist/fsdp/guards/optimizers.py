@@ -80,7 +80,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     if known or not is_elementwise(optimizer):
         raise ValueError(
             f"{kind.__name__} is not elementwise, so it cannot work on "
-            "shards, which are runs of a parameter's elements. Use an elementwise optimizer "
+            "shards, which are ranges of a parameter's elements. Use an elementwise optimizer "
             "(SGD, Adam, AdamW, ...) or echelon.train.optimizers.Muon, or pass the parameters "
             "that this optimizer trains to fully_shard(..., ignored_params=...)"
         )

@@ -69,7 +69,7 @@ def check_setup(setup: Any) -> None:
             )
         if tensor.device.type != "cpu":
             raise ValueError(
-                f"{name!r} is on {tensor.device}, where copies of stages have not been tried"
+                f"{name!r} is on {tensor.device}, but run_pipeline supports only stages on the CPU"
             )
     for group in setup.optimizer.param_groups:
         for parameter in group["params"]:

@@ -137,7 +137,7 @@ class StoreProcess:
             told = self._ask(f"has {' '.join(asked)}").split()
             if len(told) != 1 + len(asked):
                 self._is_late = True
-                raise LaunchError("the store server did not say which keys it has")
+                raise LaunchError("the store server did not report which keys it holds")
             found += [word == b"1" for word in told[1:]]
         return found
 
