@@ -221,7 +221,7 @@ class LiveRing:
 
     @property
     def is_closed(self) -> bool:
-        """True if the rank's program has exited and closed the ring."""
+        """True if the rank has closed its ring, as it does when its program exits."""
         self._follow()
         return bool(self._live[Live.CLOSED])
 
@@ -237,7 +237,7 @@ class LiveRing:
         return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
-        """Return the oldest pending operation's call stamp (0: none) and the number of pending."""
+        """Return the oldest pending operation's call stamp, or 0, and the number pending."""
         in_slots, num_in_slots = _oldest_open(self._slots)
         kept, num_kept = _oldest_open(self._kept)
         oldest = min((called for called in (in_slots, kept) if called), default=0)
@@ -291,7 +291,7 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return the oldest pending operation's call stamp (0: none) and the number of pending."""
+    """Return the oldest pending operation's call stamp, or 0, and the number pending."""
     state, head = slots["state"], slots["head"]
     ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
     open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)
