@@ -122,7 +122,7 @@ class Echelon:
         self.path = path
 
     def measure(self) -> dict[str, float]:
-        """Return seconds by column."""
+        """Return the measured times in seconds, keyed by the table's columns."""
         from echelon.dist.checkpoint import load, save
 
         pending: list[Any] = []
@@ -147,7 +147,7 @@ class Dcp:
         return {"model": weights, "optimizer": moments}
 
     def measure(self) -> dict[str, float]:
-        """Return seconds by column."""
+        """Return the measured times in seconds, keyed by the table's columns."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -178,7 +178,7 @@ class TorchSave:
         self.model, self.optimizer, self.path = model, optimizer, path
 
     def measure(self) -> dict[str, float]:
-        """Return seconds by column."""
+        """Return the measured times in seconds, keyed by the table's columns."""
         return {"save": timed(self.save), "load": timed(self.load)}
 
     def save(self) -> None:

@@ -1,4 +1,4 @@
-"""Measure how `fr-analyze` scales with jobs other than collectives, compared with torch's analyzer.
+"""Measure how `fr-analyze` scales on other workloads, compared with torch's analyzer.
 
     python -m benchmarks.analysis.shapes                      # all shapes, each once
     python -m benchmarks.analysis.shapes --only receives --torch-timeout 120

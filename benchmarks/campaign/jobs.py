@@ -249,5 +249,5 @@ def _kill_all(machine: Host) -> None:
 
 
 def _launcher_of(agent: subprocess.Popen[bytes]) -> int:
-    """Return the pid of a node's launcher, into which `ip netns exec` turns."""
+    """Return the pid of a node's launcher: `ip netns exec` replaces its own process with it."""
     return agent.pid

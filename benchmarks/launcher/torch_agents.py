@@ -48,7 +48,7 @@ def write_key(port: int, key: str, value: bytes) -> None:
 
 
 def simulate(port: int, count: int, total: int, limit_s: float, gate: Any) -> None:
-    """Run `count` of `total` agents; send the time at which all have met, None at the limit."""
+    """Run `count` of `total` agents; send the time at which the last one joined, or None."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic

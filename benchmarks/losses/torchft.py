@@ -1,6 +1,6 @@
 """Run one training of three replicas under torchft, and return its record. Needs torchft.
 
-As in the other trainings, processes are forked from one that has already loaded the libraries.
+As in the other trainings, replicas are forked from a process that has loaded torch and torchft.
 """
 
 from __future__ import annotations
