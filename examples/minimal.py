@@ -1,4 +1,4 @@
-"""Train with data parallelism by hand: each rank has its own batches, gradients are averaged.
+"""Implement data parallelism by hand: ranks have different batches and average their gradients.
 
 echelon run --nproc-per-node 2 examples/minimal.py
 echelon run --nproc-per-node 2 --stall-timeout 5 --on-stall stop examples/minimal.py --hang 1

@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT that predicts the next token at every position."""
+    """A decoder-only transformer that predicts the next token at every position."""
 
     rotary: Tensor  # cosines and sines: [2, T, D / 2]
 

@@ -96,7 +96,7 @@ class Trainer:
 
     Attributes:
         step: the number of finished steps.
-        parallel: the parallelism of the ranks, a `Replicas` or a `Divided`.
+        parallel: the ranks' parallelism, `Replicas` or `Divided`.
         buckets: the same object; its `flats` are the gradients that are averaged over the ranks.
         model: the part of the model that this rank trains.
         gradient_norm: the gradient norm of the last step, before clipping.
@@ -265,7 +265,7 @@ class Trainer:
         """Clip the gradients and run the optimizer's step.
 
         A step with nonfinite gradients is skipped on all ranks, because their norm is the same on
-        all ranks. In float16, the scaler skips it, since its search causes overflows.
+        all ranks. In float16, the scaler skips it, since its search for a scale causes overflows.
 
         Raises:
             NonFiniteGradientError: too many steps in a row were skipped.
