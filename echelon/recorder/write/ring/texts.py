@@ -103,7 +103,7 @@ class Texts:
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
-        """Append an entry to `recent`; return its position, or 0 if the writer is interrupted."""
+        """Append an entry to `recent`; return its position, or 0 if this interrupts a write."""
         with self._lock:
             if self._is_writing:
                 return 0
