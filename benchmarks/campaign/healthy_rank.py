@@ -39,7 +39,7 @@ class Pauses:
         self._pause("compile", self._own.uniform(20, 45))
 
     def step(self) -> None:
-        """Simulate the work of one step; about one in 40 steps has a pause."""
+        """Simulate the work of one step; about one step in 45 has a pause."""
         time.sleep(0.3 + self._own.lognormvariate(-2.5, 0.8))
         if self._own.random() < 0.004:
             self._pause("data_wait", min(2 * self._own.paretovariate(1.3), 30))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.launcher.standbys --rounds 5 --keep launcher/standbys
 
-Jobs of two ranks on one node take steps of 20 ms. Rank 1 is killed once the standbys are ready or,
-without standbys, after the time that this took before. One program imports torch and echelon, the
-other one NumPy and echelon. The variants run in turn.
+Jobs of two ranks on one node take steps of 20 ms. Rank 1 is killed 5 s after both ranks have taken
+two steps and any standbys are ready. One program imports torch and echelon, the other one NumPy and
+echelon. The variants run in turn.
 """
 
 from __future__ import annotations

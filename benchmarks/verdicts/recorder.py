@@ -131,7 +131,7 @@ class Recorder:
         }
 
     def _noticed_s(self, time_s: float | None) -> float:
-        """Return the time of the watchdog's first poll after `time_s`."""
+        """Return the time of the watchdog's first poll at or after `time_s`; None: infinity."""
         if time_s is None:
             return math.inf
         return math.ceil((time_s - self._phase_s) / WATCHDOG_S) * WATCHDOG_S + self._phase_s
