@@ -1,14 +1,14 @@
-"""Checkpoints compared with torch.save and torch.distributed.checkpoint (DCP).
+"""Compare checkpoints with torch.save and torch.distributed.checkpoint (DCP).
 
     python -m benchmarks.checkpoint                           # 2 ranks, replicas, 192 MiB of state
     python -m benchmarks.checkpoint --ranks 4 --shard         # shards of FSDP2
     python -m benchmarks.checkpoint --mib 1024 --folder /mnt/shared
 
-All contenders save the same model and AdamW state in turn, in every round, on the same ranks and
-disk. The table shows the best and median time of the slowest rank. "stall" is how long a background
-save blocks training: the duration of the call itself; "total" lasts until the checkpoint is
-complete. `torch.save` is what a plain script does: rank 0 writes everything, flushes and renames,
-and the others wait. Takes about a minute with the defaults.
+In every round, all contenders in turn save the same model and AdamW state, on the same ranks and
+disk. The table shows the best and median time of the slowest rank. "stall" is the time for which a
+background save blocks training, which is the duration of the call itself. "total" is the time until
+the checkpoint is complete. `torch.save` is what a plain script does: rank 0 writes everything,
+flushes and renames, and the others wait. Takes about a minute with the defaults.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def start_ranks(options: argparse.Namespace) -> None:
-    """Run a process for each rank; a rank that fails ends the benchmark."""
+    """Run one process per rank; end the benchmark if a rank fails."""
     from echelon.store import StoreServer
 
     with (
@@ -95,7 +95,7 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def make_state(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Return a model of equal layers and its optimizer after a step."""
+    """Return a model of equal layers, and its optimizer after one step."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -122,7 +122,7 @@ class Echelon:
         self.path = path
 
     def measure(self) -> dict[str, float]:
-        """Return seconds by column."""
+        """Return the measured times in seconds, keyed by the table's columns."""
         from echelon.dist.checkpoint import load, save
 
         pending: list[Any] = []
@@ -140,14 +140,14 @@ class Dcp:
         self.model, self.optimizer, self.path = model, optimizer, path
 
     def state(self) -> dict[str, Any]:
-        """Return the state in DCP's own form."""
+        """Return the state in the form that DCP expects."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         weights, moments = get_state_dict(self.model, self.optimizer)
         return {"model": weights, "optimizer": moments}
 
     def measure(self) -> dict[str, float]:
-        """Return seconds by column."""
+        """Return the measured times in seconds, keyed by the table's columns."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -178,11 +178,11 @@ class TorchSave:
         self.model, self.optimizer, self.path = model, optimizer, path
 
     def measure(self) -> dict[str, float]:
-        """Return seconds by column."""
+        """Return the measured times in seconds, keyed by the table's columns."""
         return {"save": timed(self.save), "load": timed(self.load)}
 
     def save(self) -> None:
-        """Write, flush and rename, as a careful script does."""
+        """Write, flush and rename the file on rank 0, as a careful script does."""
         import torch
         import torch.distributed as dist
 
@@ -197,7 +197,7 @@ class TorchSave:
         dist.barrier()
 
     def load(self) -> None:
-        """Read on every rank."""
+        """Load the file on every rank."""
         import torch
 
         state = torch.load(self.path, weights_only=True)
@@ -206,7 +206,7 @@ class TorchSave:
 
 
 def timed(action: Callable[[], Any], *, together: bool = True) -> float:
-    """Return how long an action took on this rank; all ranks begin it at the same time."""
+    """Return an action's time on this rank, in seconds; all ranks start it at the same time."""
     import torch.distributed as dist
 
     if together:
@@ -217,7 +217,7 @@ def timed(action: Callable[[], Any], *, together: bool = True) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """Return the greatest of all ranks' numbers."""
+    """Return the maximum of all ranks' values."""
     import torch
     import torch.distributed as dist
 

@@ -1,17 +1,18 @@
-"""Pipelines: a step's time compared with torch's pipelining over gloo, and with the simulation.
+"""Compare a pipeline's step time with torch's pipelining over gloo, and with the simulation.
 
     python -m benchmarks.pipeline                       # about 3 minutes on 2 quiet cores
     python -m benchmarks.pipeline --preset thin --rounds 30 --only zbv
 
 Each row is printed as soon as it is measured.
 
-Two ranks hold the same stages: in echelon's pipeline (over shm, and over gloo), and in torch's,
-whose ranks are separate processes that sleep in between, because echelon's change the heap's
-settings (`echelon/dist/heap.py`). Every round runs one step of each in turn, so that a slow moment
-of the machine affects all of them; a step's time is its slowest rank's. "x torch" is the median of
-the rounds' ratios: below 1 is faster. Processor time is that of both ranks and all their threads.
-Costs of each stage's forward, input and weight gradients are measured beforehand, with both ranks
-computing at once, and so is the link; "simulated" is the resulting makespan.
+Two ranks hold the same stages in echelon's pipeline (over shm, and over gloo) and in torch's.
+torch's ranks are separate processes, idle between their steps, because echelon's ranks change the
+heap's settings (`echelon/dist/heap.py`). Every round runs one step of each in turn, so that a slow
+moment of the machine affects all of them. A step takes as long as its slowest rank. "x torch" is
+the median of the rounds' ratios; below 1 is faster. CPU time is that of both ranks with all their
+threads. The costs of each stage's forward, input gradient and weight gradient are measured while
+both ranks compute, and the latency of the link is measured too; "simulated" is the resulting
+makespan.
 
 Presets: `gpt` is a char-level GPT (10.7M parameters, 8 x 256 tokens); `thin` has 1/6 of its width
 and 8 times its tokens, so that messages weigh more.
@@ -118,7 +119,7 @@ class Batch:
 
 
 class TorchRank:
-    """A rank of torch's pipeline, in a process that runs a step on request."""
+    """A rank of torch's pipeline, in a separate process that runs steps on request."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         command = [
@@ -136,7 +137,7 @@ class TorchRank:
         )
 
     def ask(self, *words: str) -> float:
-        """Request a schedule's stages, or a step; return the processor time."""
+        """Request a schedule's stages or a step; return the process's CPU time in seconds."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(" ".join(words) + "\n")
@@ -237,7 +238,7 @@ class Rank:
         return {"times": times, "cpu": cpu, "costs": costs, "simulated": simulated}
 
     def timed(self, call: Callable[[], Any]) -> tuple[float, float]:
-        """Return the slowest rank's time, and all ranks' processor time, all threads."""
+        """Return the slowest rank's time and the CPU time of all ranks, in seconds."""
         self.world.barrier()
         began, before = time.perf_counter(), time.process_time()
         elsewhere = call() or 0.0
@@ -261,7 +262,7 @@ class Rank:
     # ---- costs ----
 
     def costs(self, plan: Any, mine: tuple[int, ...]) -> dict[str, Any]:
-        """Measure every stage's computations, on all ranks at once, and the link."""
+        """Measure every stage's computations, on all ranks at the same time, and the link."""
         own = {}
         for index, module in stages_of(self.preset, plan.num_stages, mine).items():
             own[index] = self.stage_costs(index, module, plan.num_stages)
@@ -311,7 +312,7 @@ class Rank:
         return [after - before for before, after in itertools.pairwise(ticks)]
 
     def latency(self) -> float:
-        """Return the time of one activation from rank to rank, half of there and back."""
+        """Return the time to send one activation to the other rank: half a round trip."""
         import torch
 
         size = self.preset.batch // self.num_microbatches
@@ -336,7 +337,7 @@ class Rank:
 
 
 def gloo_group(world: Any) -> Any:
-    """Create a gloo group beside the shm one; a program has one backend, this benchmark two."""
+    """Create a gloo group beside the shm one; normally, a program has only one backend."""
     from echelon.dist.backends import registry
     from echelon.dist.backends.interface import Members
     from echelon.dist.backends.router import Router

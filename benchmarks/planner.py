@@ -1,11 +1,11 @@
-"""The estimates of `echelon plan` compared with measurements: memory and step time.
+"""Compare the estimates of `echelon plan` with measurements: memory and step time.
 
     echelon run --nproc-per-node 4 -m echelon.planner.measure --out /tmp/links.json
     python -m benchmarks.planner --links /tmp/links.json
 
-Each layout is a separate job, on ranks of this machine: a Llama-shaped model in fp32 with AdamW,
-through `parallelize`. Memory is the resident peak of the largest rank less what the rank took
-before the model was made; time is the median step of the slowest rank.
+Each layout is a separate job on ranks of this machine, with a Llama-shaped model in fp32 and AdamW,
+through `parallelize`. Memory is the peak resident size of the largest rank, less the rank's size
+before the model was created. Time is the median step of the slowest rank.
 """
 
 # ruff: noqa: D103 -- main() reads top-down
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def run(name: str, steps: int, batch: int) -> tuple[float, float]:
-    """Train in a separate job; return MiB of the largest rank and seconds per step."""
+    """Train in a separate job; return the largest rank's memory in MiB and the seconds per step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             "echelon", "run", "--nproc-per-node", "4", "--log-dir", folder, __file__, "--serve",

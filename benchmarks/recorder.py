@@ -1,20 +1,20 @@
-"""Measure the cost of recording: compared with torch's flight recorder, and in a training step.
+"""Measure the cost of recording, compared with torch's flight recorder, and in a training step.
 
     python -m benchmarks.recorder [--rounds N] [--only NAME] [--markdown FILE]
 
-All costs are processor time of the measured thread or process rather than wall time, so other work
-on the machine disturbs them less. Everything ends within a minute. Cases:
+Most costs are CPU time of the measured thread or process rather than wall time, so other work on
+the machine disturbs them less. Everything ends within a minute. Cases:
 
     operation   one operation, recorded with its call site, called with 1, 3 and 10 frames on the
                 stack: N rounds, in which the C core, the Python writer and torch's recorder take
-                turns, a few milliseconds each, in an order drawn by chance. torch's: a Gloo
-                all_reduce on a world of one, in two processes that stay, one with its recorder
-                and one without. The difference of their fastest tenths is its cost: other
-                work only ever adds to one; the median of the rounds' ratios stands beside it
-    all_reduce  two ranks, 4 bytes over shm, our recorder on and off in turn: wall time, the ratio
-                of each pair of turns
+                turns of a few milliseconds, in random order. torch's case is a Gloo all_reduce in
+                a world of one, in two long-lived processes, one with its recorder and one
+                without. Its cost is the difference of their fastest tenths, because other work
+                can only add to a time; the median of the rounds' ratios is printed beside it
+    all_reduce  two ranks, 4 bytes over shm, echelon's recorder on and off in turn: wall time, and
+                the ratio of each pair of turns
     ring        a full ring of 4096 operations: read it, write its dump
-    step        a training step of examples/train_gpt.py with our recorder on and off, in turn
+    step        a training step of examples/train_gpt.py, echelon's recorder on and off in turn
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ while True:
 
 
 class Torch:
-    """A process that calls torch's all_reduce, with a recorder of so many entries."""
+    """A process that calls torch's all_reduce, with a flight recorder of `size` entries."""
 
     def __init__(self, size: int) -> None:
         env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -109,7 +109,7 @@ class Torch:
         )  # fmt: skip
 
     def is_ready(self) -> bool:
-        """Wait for its start; return False without torch."""
+        """Wait until the process is ready; return False if torch is not installed."""
         entries = self._answer()
         if entries is None:
             return False
@@ -117,7 +117,7 @@ class Torch:
         return True
 
     def cost_us(self, frames: int) -> float:
-        """Return the processor time of one call."""
+        """Return the CPU time of one call, in microseconds, with `frames` on the stack."""
         assert self._job.stdin is not None
         self._job.stdin.write(f"{frames}\n")
         self._job.stdin.flush()
@@ -131,7 +131,7 @@ class Torch:
         return float(line) if line else None
 
     def close(self) -> None:
-        """End the process."""
+        """Close the process's input and wait for it to exit."""
         self._job.communicate(timeout=30)
 
 
@@ -157,7 +157,7 @@ def recording() -> Iterator[Recorder]:
 
 
 def cost_us(one: Callable[[int], None], rounds: int) -> tuple[float, float]:
-    """Return the (smallest, median) processor time of a call; `one` makes that many calls."""
+    """Return a call's (smallest, median) CPU time; `one(n)` makes `n` calls."""
     results = []
     for _ in range(rounds):
         began = time.thread_time()
@@ -167,7 +167,7 @@ def cost_us(one: Callable[[int], None], rounds: int) -> tuple[float, float]:
 
 
 def complete_many(recorder: Recorder, group: int, count: int) -> None:
-    """Begin and complete operations in a loop directly in the user's frame."""
+    """Begin and complete `count` operations directly in a user frame."""
     for _ in range(count):
         recorder.completed(
             recorder.begin(
@@ -178,7 +178,7 @@ def complete_many(recorder: Recorder, group: int, count: int) -> None:
 
 
 def start_many(recorder: Recorder, group: int, count: int) -> None:
-    """The same with a separate start, as for an asynchronous operation."""
+    """Begin, start and complete `count` operations, as for asynchronous operations."""
     for _ in range(count):
         number = recorder.begin(
             group, "all_reduce", sequence=7, dtype="float32", shapes=SHAPES,
@@ -189,9 +189,9 @@ def start_many(recorder: Recorder, group: int, count: int) -> None:
 
 
 def on_stack(frames: int, work: Callable[[], None]) -> float:
-    """Return the processor time of `work`, called on a thread with that many user frames.
+    """Return the CPU time of `work` in seconds, on a thread with `frames` user frames.
 
-    The thread's own frames below them belong to the standard library.
+    The thread's outermost frames belong to the standard library.
     """
     seconds = 0.0
 
@@ -214,7 +214,7 @@ Costs = dict[tuple[str, int], list[float]]  # (writer, frames) -> one per round
 
 
 def stack_costs(recorder: Recorder, rounds: int, order: int | None) -> Costs:
-    """Measure begin + completed of all recorders, in turn, on stacks of several depths."""
+    """Measure an operation under all recorders, in turn, on stacks of several depths."""
     writers = {"Python": Recorder(recorder._ring, in_c=False)}
     if recorder.is_in_c:
         writers["C"] = recorder
@@ -252,7 +252,7 @@ def _torch_us(process: Torch, frames: int, _: int) -> float:
 
 
 def operation_costs(recorder: Recorder, rounds: int) -> dict[str, tuple[float, float]]:
-    """Measure each other call of the recorder; the cost of a loop is included."""
+    """Measure the recorder's other calls; the costs include the loop."""
     group = recorder.group("world", range(8))
 
     def spans(count: int) -> None:
@@ -272,7 +272,7 @@ def operation_costs(recorder: Recorder, rounds: int) -> dict[str, tuple[float, f
 
 
 def all_reduce_costs_us(rounds: int) -> dict[bool, list[float]]:
-    """Measure a 4-byte all_reduce of two ranks with recording on and off: each turn's median."""
+    """Return each turn's median time of a 4-byte all_reduce, with recording on and off."""
     done = subprocess.run(
         [
             sys.executable, "-m", "echelon", "run", "--nproc-per-node", "2",
@@ -354,7 +354,7 @@ def ring_costs_ms(recorder: Recorder, rounds: int) -> tuple[float, float, int]:
 
 
 def step_costs_ms(recorder: Recorder, rounds: int) -> dict[str, Any]:
-    """Train with the recorder on and off in turn; return processor times per step."""
+    """Train with the recorder on and off in turn; return the CPU time per step."""
     sys.path.insert(0, str(EXAMPLES))
     from gpt.model.transformer import GPTConfig
     from gpt.text.corpus import load_corpus
@@ -387,7 +387,7 @@ def step_costs_ms(recorder: Recorder, rounds: int) -> dict[str, Any]:
 
 
 def torch_row(found: Costs, frames: int) -> Row:
-    """Compare an all_reduce of torch with its recorder and without."""
+    """Return the row that compares torch's all_reduce with and without its recorder."""
     on, off = found["torch on", frames], found["torch off", frames]
     ratios = [a / b for a, b in zip(on, off, strict=True)]
     return Row(
@@ -400,7 +400,7 @@ def torch_row(found: Costs, frames: int) -> Row:
 
 
 def operation_rows(recorder: Recorder, rounds: int, order: int | None) -> Iterator[Row]:
-    """Measure the recorder's own calls, and torch's beside them."""
+    """Measure the recorder's calls and, for comparison, torch's recorder."""
     found = stack_costs(recorder, 3 * rounds, order)
     for frames in STACKS:
         if ("torch on", frames) in found:

@@ -3,9 +3,9 @@
     echelon run --nproc-per-node 4 --stall-timeout 5 --on-stall stop \
         examples/break_it.py --fault slow-data --rank 2
 
-A minute later, there is a verdict to read: which rank, why, and at which line. Each fault is one
-short class that overrides one method of the training loop (`gpt/training/loop.py`), and the faulty
-call is on a line of its own, so that the verdict can name it. Without --fault, the run succeeds.
+Within a minute, the launcher prints a verdict: which rank, why, and at which line. Each fault is a
+short class that overrides one method of the training loop (`gpt/training/loop.py`). The faulty call
+is on a line of its own, so that the verdict can name it. Without --fault, the run succeeds.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ TEXT_BYTES = 2 << 20  # enough to break things
 
 
 class FaultyTrainer(Trainer):
-    """A trainer that does one thing wrong, once, after `at_step` steps."""
+    """A trainer that does one thing wrong, once, at step `at_step`."""
 
     at_step = 0
 
     def is_due(self) -> bool:
-        """Return whether this is the step that goes wrong."""
+        """Return whether the fault occurs in this step."""
         return self.step == self.at_step
 
 
 class Kill(FaultyTrainer):
-    """Dies between forward and backward, as if the kernel had killed this process."""
+    """A trainer that dies between forward and backward, as if the kernel had killed it."""
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Compute the loss, or die at the chosen step."""
@@ -57,7 +57,7 @@ class Kill(FaultyTrainer):
 
 
 class Raise(FaultyTrainer):
-    """Raises an uncaught exception for a corrupt batch."""
+    """A trainer that raises an uncaught exception for a corrupt batch."""
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Compute the loss after checking the targets."""
@@ -68,14 +68,14 @@ class Raise(FaultyTrainer):
         return super().compute_loss(batch)
 
     def check(self, targets: Tensor) -> None:
-        """Refuse a target that is not a byte."""
+        """Raise an exception if a target is not a byte."""
         largest = int(targets.max())
         if largest > 255:
             raise ValueError(f"step {self.step}: target {largest} is outside the vocabulary of 256")
 
 
 class Hang(FaultyTrainer):
-    """Waits in ordinary code for something that never happens."""
+    """A trainer that waits in ordinary code for something that never happens."""
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Compute the loss once the tokenizer is ready."""
@@ -92,10 +92,10 @@ def wait_for_tokenizer() -> None:
 
 
 class StarveOfData(FaultyTrainer):
-    """Waits for a batch from a stuck loader thread, with the loop's `data_wait` span open."""
+    """A trainer that waits for a stuck loader thread, inside the loop's `data_wait` span."""
 
     def fetch_batch(self) -> Batch:
-        """Get the batch from the source, or from the loader that never delivers."""
+        """Get the batch from the source, or from a loader that never delivers."""
         if self.is_due():
             return self.next_from_loader()
         return super().fetch_batch()
@@ -110,7 +110,7 @@ class StarveOfData(FaultyTrainer):
 
 
 class SkipBucket(FaultyTrainer):
-    """Leaves out one all_reduce, as if this rank had nothing to contribute to it."""
+    """A trainer that skips one all_reduce, as if this rank had nothing to contribute."""
 
     def average_bucket(self, flat: Tensor) -> None:
         """Average the bucket, unless it "had no gradient" on this rank."""
@@ -120,10 +120,10 @@ class SkipBucket(FaultyTrainer):
 
 
 class WrongShape(FaultyTrainer):
-    """Averages a bucket without its last element, like an off-by-one error in a slice."""
+    """A trainer that averages a bucket without its last element, as after an off-by-one error."""
 
     def average_bucket(self, flat: Tensor) -> None:
-        """Average the bucket, or most of it."""
+        """Average the bucket, or all but its last element."""
         if self.is_due():
             self.world.all_reduce(flat[:-1], op="avg")
         else:
@@ -131,10 +131,10 @@ class WrongShape(FaultyTrainer):
 
 
 class WrongType(FaultyTrainer):
-    """Averages a bucket in float64 while the others send float32."""
+    """A trainer that averages a bucket in float64 while the others use float32."""
 
     def average_bucket(self, flat: Tensor) -> None:
-        """Average the bucket, or a copy with another dtype."""
+        """Average the bucket, or a copy in float64."""
         if self.is_due():
             self.world.all_reduce(flat.to(torch.float64), op="avg")
         else:
@@ -142,10 +142,10 @@ class WrongType(FaultyTrainer):
 
 
 class WrongOperation(FaultyTrainer):
-    """Calls a different collective from the others."""
+    """A trainer that calls a different collective from the others."""
 
     def average_bucket(self, flat: Tensor) -> None:
-        """Average the bucket, or take rank 0's."""
+        """Average the bucket, or broadcast rank 0's."""
         if self.is_due():
             self.world.broadcast(flat, root=0)
         else:
@@ -178,10 +178,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_trainer(options: argparse.Namespace, settings: TrainingSettings) -> Trainer:
-    """Join the other ranks; the chosen rank gets the trainer with the fault.
+    """Join the other ranks, and create this rank's trainer, with the fault on the chosen rank.
 
     Raises:
-        ValueError: there is no such rank, or the step is never reached.
+        ValueError: the rank does not exist, or the step is never reached.
     """
     world = dist.init()
     breaks = options.fault != "none"
@@ -198,7 +198,7 @@ def build_trainer(options: argparse.Namespace, settings: TrainingSettings) -> Tr
 
 
 def build_report(trainer: Trainer) -> Report:
-    """Create the report, for which rank 0 prints."""
+    """Create the report, which rank 0 prints."""
     settings = trainer.settings
     scale = Scale(
         num_steps=settings.steps,
@@ -209,7 +209,7 @@ def build_report(trainer: Trainer) -> Report:
 
 
 def main() -> None:
-    """Train to the end, or until the fault."""
+    """Train to the end, or until the fault ends the job."""
     parser = build_parser()
     options = parser.parse_args()
     settings = TrainingSettings(

@@ -1,4 +1,4 @@
-"""Data parallelism by hand: every rank has its own batches, and gradients are averaged.
+"""Implement data parallelism by hand: ranks have different batches and average their gradients.
 
 echelon run --nproc-per-node 2 examples/minimal.py
 echelon run --nproc-per-node 2 --stall-timeout 5 --on-stall stop examples/minimal.py --hang 1

@@ -1,4 +1,4 @@
-"""Training that continues when a rank is killed, with the same bits as if none had been.
+"""Train on after a rank is killed, with the same bits as without the loss.
 
 echelon run --nproc-per-node 4 --on-loss shrink examples/resilient.py
 echelon run --nproc-per-node 4 --on-loss shrink examples/resilient.py --kill 2
@@ -33,7 +33,7 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
 
 def loss_of(step: int, number: int) -> torch.Tensor:
-    """The loss of one micro-batch, whose samples depend on its number alone."""
+    """Return the loss of a micro-batch, whose samples depend only on the step and its number."""
     data = torch.Generator().manual_seed(1000 * step + number)
     x = torch.randn(64, 32, generator=data)
     if rank == options.kill and step == options.steps // 2:
@@ -44,7 +44,7 @@ def loss_of(step: int, number: int) -> torch.Tensor:
 
 
 def prepare(world: resilient.World) -> Callable[[int], float]:
-    """Build what belongs to the ranks that are left; called again after each loss."""
+    """Build everything that depends on the remaining ranks; called again after each loss."""
     same = SameBits(model, optimizer, micro_batches=12, seed=1, probe=world.epoch == 0)
 
     def train_step(step: int) -> float:
@@ -58,7 +58,7 @@ def prepare(world: resilient.World) -> Callable[[int], float]:
 
 
 def show(step: int, loss: float) -> None:
-    """Print the loss now and then; this step is never undone."""
+    """Print the loss of some steps; a step that is passed here is never undone."""
     if dist.world().rank == 0 and (step + 1) % 10 == 0:
         print(f"step {step + 1}  loss {loss:.4f}  ranks {dist.world().size}", flush=True)
 

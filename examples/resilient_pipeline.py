@@ -1,4 +1,4 @@
-"""Training of a pipeline that continues when a rank is killed, with the same bits.
+"""Train a pipeline on after a rank is killed, with the same bits as without the loss.
 
 echelon run --nproc-per-node 4 --on-loss shrink examples/resilient_pipeline.py
 echelon run --nproc-per-node 4 --on-loss shrink examples/resilient_pipeline.py --kill 2
@@ -31,21 +31,21 @@ rank = dist.init().rank
 
 
 def make_layers() -> nn.Sequential:
-    """The whole model, of which each rank keeps its own stage."""
+    """Return the whole model, of which each rank keeps its own stage."""
     torch.manual_seed(0)
     hidden = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
     return nn.Sequential(nn.Linear(32, 256), *hidden, nn.Linear(256, 1))
 
 
 def batch(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of one micro-batch, which depend on its number alone."""
+    """Return the samples of a micro-batch, which depend only on the step and its number."""
     data = torch.Generator().manual_seed(1000 * step + number)
     x = torch.randn(64, 32, generator=data)
     return x, x.sin().sum(dim=1, keepdim=True)
 
 
 def build(world: resilient.World) -> resilient.PipelineSetup[float]:
-    """Build all that depends on the ranks that are left; called again after each loss."""
+    """Build everything that depends on the remaining ranks; called again after each loss."""
     size = world.group.size
     depth = next(one for one in (3, 2, 1) if size % one == 0)  # stages; the rest are replicas
     mesh = DeviceMesh((depth, size // depth), ("pp", "dp"))
@@ -75,7 +75,7 @@ def build(world: resilient.World) -> resilient.PipelineSetup[float]:
 
 
 def show(step: int, loss: float) -> None:
-    """Print the loss now and then; this step is never undone."""
+    """Print the loss of some steps; a step that is passed here is never undone."""
     if dist.world().rank == 0 and (step + 1) % 10 == 0:
         print(f"step {step + 1}  loss {loss:.4f}", flush=True)
 

@@ -1,4 +1,4 @@
-"""The same weights, bit for bit, on any number of ranks, replicated or sharded.
+"""Train the same weights, bit for bit, on any number of ranks, replicated or sharded.
 
 echelon run --nproc-per-node 2 examples/same_bits.py
 echelon run --nproc-per-node 3 examples/same_bits.py --shard
@@ -31,7 +31,7 @@ same = SameBits(model, optimizer, micro_batches=10, seed=1)  # 10: whatever the 
 
 
 def loss_of(step: int, number: int) -> torch.Tensor:
-    """The loss of one micro-batch, whose samples depend on its number alone."""
+    """Return the loss of a micro-batch, whose samples depend only on the step and its number."""
     data = torch.Generator().manual_seed(1000 * step + number)
     x = torch.randn(64, 32, generator=data)
     error: torch.Tensor = model(x) - x.sin().sum(dim=1, keepdim=True)

@@ -1,11 +1,11 @@
-"""Train replicas that torchft manages, over echelon's groups.
+"""Train replicas managed by torchft over echelon's process groups.
 
     torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 &
     python examples/torchft_replica.py --name replica_0 --lighthouse http://localhost:29510 &
     python examples/torchft_replica.py --name replica_1 --lighthouse http://localhost:29510
 
-Each process is one replica. Kill one, and the other continues; start it again, and it receives the
-state from the other one. Needs torchft: pip install 'echelon[torchft]'.
+Each process is one replica. If one is killed, the other continues; if it is started again, it
+receives the state from the other one. Needs torchft: pip install 'echelon[torchft]'.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WIDTH = 32
 
 
 def parsed() -> argparse.Namespace:
-    """Return the options."""
+    """Parse and return the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--name", required=True, help="unique, with a number at its end")
     parser.add_argument("--lighthouse", required=True, help="torchft's server")
@@ -39,7 +39,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train."""
+    """Train as one replica."""
     options = parsed()
     torch.set_num_threads(1)
     torch.manual_seed(0)

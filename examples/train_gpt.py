@@ -1,4 +1,4 @@
-"""Train a GPT on real text, data-parallel or sharded over every rank that the launcher started.
+"""Train a GPT on real text, data-parallel or sharded over all ranks that the launcher started.
 
     echelon run --nproc-per-node 2 examples/train_gpt.py
     echelon run --nproc-per-node 2 examples/train_gpt.py --steps 300 --data my_book.txt
@@ -7,10 +7,10 @@
     echelon run --nproc-per-node 4 --max-restarts 9 examples/train_gpt.py \
         --config run.toml --checkpoint gpt --checkpoint-every 100 --resume auto
 
-By default, it reads the source code of the Python that runs it, which every machine has: tens of
-megabytes, and nothing to download. It ends with the validation loss, the loss of a bigram model on
-the same split (which a model without attention cannot beat), and a sample of what it has learned to
-write. A checkpoint from any number of ranks can be resumed by any other number, sharded or not.
+By default, it reads the source code of the Python that runs it: tens of megabytes that exist on
+every machine. Finally, it prints the validation loss, the loss of a bigram model on the same split
+(which a model without attention cannot beat), and a sample of generated text. A checkpoint from any
+number of ranks can be resumed on any other number, sharded or not.
 
 The parts are in `gpt/`, one noun per file; start with `gpt/training/loop.py`, and see
 `gpt/settings.py` for all settings.
@@ -55,7 +55,7 @@ STOPPED = 143  # the exit code of a run that SIGTERM ended: 128 + 15
 
 
 def build_report(job: Job, trainer: Trainer) -> Report:
-    """Create the report, for which rank 0 prints. Collective."""
+    """Create the report, which rank 0 prints. Collective."""
     dtype = job.training.half or torch.float32
     machine, world = job.settings.machine, trainer.world
     peak = find_peak(machine.peak_tflops, world, trainer.device, dtype)
@@ -79,7 +79,7 @@ def build_report(job: Job, trainer: Trainer) -> Report:
 
 
 def introduce(job: Job, trainer: Trainer, report: Report, saved: dict[str, Any] | None) -> None:
-    """Report what is trained on what, and which settings changed in a run that continues."""
+    """Report the model, the data and, in a resumed run, the settings that have changed."""
     config, corpus, unit = job.config, job.corpus, job.corpus.vocabulary.unit
     half = {torch.float16: "fp16 over fp32", torch.bfloat16: "bf16 over fp32"}
     report.say(
@@ -109,7 +109,7 @@ def introduce(job: Job, trainer: Trainer, report: Report, saved: dict[str, Any] 
 
 
 def train(job: Job, trainer: Trainer, report: Report) -> float | None:
-    """Train to the last step and return the validation loss; None if SIGTERM ended training early.
+    """Train to the last step; return the validation loss, or None if SIGTERM ended it early.
 
     Raises:
         CheckpointError: the last checkpoint could not be saved, or another job uses the folder.
@@ -140,7 +140,7 @@ def train(job: Job, trainer: Trainer, report: Report) -> float | None:
 
 
 class Saves:
-    """Saves a run's checkpoints when they are due, during training all but the last one."""
+    """The checkpoints of a run, saved when they are due; all but the last save asynchronously."""
 
     def __init__(self, job: Job, trainer: Trainer, report: Report) -> None:
         settings = job.settings.checkpoint
@@ -160,7 +160,7 @@ class Saves:
         """Save a checkpoint if one is due, with its validation loss. Collective.
 
         Raises:
-            CheckpointError: the last one was not saved, or another job uses the folder.
+            CheckpointError: the last checkpoint was not saved, or another job uses the folder.
         """
         step = self.trainer.step
         is_due = self.schedule is not None and self.schedule.due(step)
@@ -184,7 +184,7 @@ def validate(trainer: Trainer, windows: object, report: Report, *, is_told: bool
 
 
 def conclude(job: Job, model: torch.nn.Module, report: Report, validation_loss: float) -> None:
-    """Print the results of the run. Needs no other ranks."""
+    """Print the results of the run. Not collective."""
     corpus, seed = job.corpus, job.training.seed
     unit, size = corpus.vocabulary.unit, corpus.vocabulary.size
     if report.progress.num_steps_seen:
@@ -200,11 +200,11 @@ def conclude(job: Job, model: torch.nn.Module, report: Report, validation_loss: 
 
 
 def resume(job: Job, trainer: Trainer) -> dict[str, Any] | None:
-    """Continue from the checkpoint passed to the run, if there is one; return it. Collective.
+    """Continue from the requested checkpoint, if there is one; return its state. Collective.
 
     Raises:
-        CheckpointError: it is damaged, or belongs to another run.
-        ValueError: it belongs to other data, or does not fit.
+        CheckpointError: the checkpoint is damaged, or belongs to another run.
+        ValueError: the checkpoint belongs to other data, or does not fit.
     """
     checkpoint = job.settings.checkpoint
     path = checkpoint.path if checkpoint.resume == AUTO else checkpoint.resume
@@ -229,7 +229,7 @@ def resume(job: Job, trainer: Trainer) -> dict[str, Any] | None:
 
 
 def is_any(path: str) -> bool:
-    """Return whether there is a checkpoint, even a damaged one: then a run does not start over."""
+    """Return whether a checkpoint exists, even a damaged one, so that a run must not start over."""
     try:
         peek(path)
     except (DamagedError, OSError):  # an unreadable checkpoint may exist
@@ -284,14 +284,14 @@ def run(job: Job, trainer: Trainer, saved: dict[str, Any] | None) -> int:
 
 
 def described(error: Exception) -> str:
-    """Return an error's text; of one of the system the file and the reason."""
+    """Return an error's text; for an OS error, the file and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def main() -> None:
-    """Read the command line, join the other ranks and train."""
+    """Parse the command line, join the other ranks and train."""
     sys.stdout.reconfigure(errors="replace")  # a sample may contain what a terminal cannot show
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     parser = build_parser(__doc__.partition("\n")[0])

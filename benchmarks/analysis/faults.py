@@ -6,10 +6,11 @@
     python -m benchmarks.analysis.faults --part 2/3       # the second third of the cases
     python -m benchmarks.analysis.faults --list
 
-Every case is a job of 2 to 8 processes under `echelon run`; one rank does something wrong at step
-20, or none does. The job's folder is then read as `fr-analyze` reads it. A case is right if cause
-and culprit ranks are exactly those injected; a healthy case is right if the job succeeds without
-an incident and without a finding. Cases that this build or machine cannot run state the reason.
+Every case is a job of 2 to 8 processes under `echelon run`. One rank fails at step 20, or none
+does. The job's folder is then read as `fr-analyze` reads it. A case is right if the cause and the
+culprit ranks are exactly those injected. A healthy case is right if the job succeeds without an
+incident and without a finding. Cases that this build or machine cannot run are listed with the
+reason.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _TORCH_JOB = _JOB.with_name("faulty_torch.py")
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and the expected verdict."""
+    """A job and its expected verdict."""
 
     cause: str  # "healthy": nothing
     worker: type[faulty.Worker]
@@ -58,7 +59,7 @@ class Case:
 
     @property
     def by(self) -> str:
-        """What injects the fault."""
+        """The source of the fault in the table: the worker's class."""
         return self.worker.__name__
 
     @property
@@ -124,7 +125,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class TorchCase:
-    """A plain torch program; torch's own timeout or the launcher's stall ends the waiting ranks."""
+    """A plain torch program; torch's timeout or the launcher's stall ends the waiting ranks."""
 
     cause: str
     fault: str
@@ -142,7 +143,7 @@ class TorchCase:
 
     @property
     def by(self) -> str:
-        """What injects the fault, and what ends the job."""
+        """The source of the fault in the table, with torch's timeout if it ends the job."""
         return f"torch {self.fault}" + (
             f", torch's timeout {self.timeout_s:g} s" if self.timeout_s < self.stall_s else ""
         )
@@ -186,7 +187,7 @@ class Outcome:
 
 
 def missing(case: Case | TorchCase) -> str:
-    """Return why a case cannot run here, "" if it can."""
+    """Return why a case cannot run here, or "" if it can."""
     import echelon.dist as dist
     from echelon.dist.group import ProcessGroup
 
@@ -196,7 +197,7 @@ def missing(case: Case | TorchCase) -> str:
 
 
 def _ended(job: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """Wait for a job's exit code; stop one that outlasts the limit, and return None."""
+    """Return a job's exit code; if it exceeds the limit, stop it and return None."""
     try:
         return job.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -212,7 +213,7 @@ def _ended(job: subprocess.Popen[bytes], timeout_s: float) -> int | None:
 def run(case: Case | TorchCase, folder: Path, *, timeout_s: float = JOB_TIMEOUT_S) -> Outcome:
     """Run a case's job to its end and read its folder.
 
-    A job that outlasts `timeout_s` is stopped, so that the remaining cases can run.
+    A job that exceeds `timeout_s` is stopped, so that the remaining cases can run.
     """
     from echelon.analysis import analyze
 

@@ -1,9 +1,9 @@
-"""Faults of the fault matrix: every class is a job in which one rank errs, or none.
+"""Faults of the fault matrix: every class is a job in which one rank fails, or none.
 
     echelon run --nproc-per-node 4 benchmarks/analysis/faulty.py HangInCode 2
 
-trains for 40 steps with numbers for gradients; rank 2 hangs in step 20. `faults.py` runs all of
-them and judges the verdicts.
+trains for 40 steps with constants as gradients; rank 2 hangs in step 20. `faults.py` runs every
+class and judges the verdicts.
 """
 # ruff: noqa: D102 -- each class says in its own line what its overrides do
 
@@ -24,7 +24,7 @@ STEPS = 40
 
 
 class Worker:
-    """The behaviour of every rank; faults override one part of it on one rank."""
+    """The behaviour of every rank; a fault overrides one method, usually for the culprit only."""
 
     def __init__(self, world: Any, culprit: int) -> None:
         self.world = world
@@ -34,11 +34,11 @@ class Worker:
 
     @property
     def is_due(self) -> bool:
-        """Whether this rank is to go wrong now."""
+        """True if this rank is the culprit and this is the step of the fault."""
         return self.is_culprit and self.step == AT_STEP
 
     def run(self) -> None:
-        """Train for a while."""
+        """Train all steps."""
         from echelon import recorder
 
         for step in range(self.num_steps()):
@@ -54,7 +54,7 @@ class Worker:
         self.finish()
 
     def num_steps(self) -> int:
-        """How many steps this rank runs."""
+        """Return the number of steps that this rank runs."""
         return STEPS
 
     def data(self) -> None:
@@ -73,17 +73,17 @@ class Worker:
         self.world.all_reduce(np.ones(1, np.float32))
 
     def finish(self) -> None:
-        """Meet at the end."""
+        """Wait for all ranks in a barrier."""
         self.world.barrier()
 
 
 def wait_for_ever() -> None:
-    """Block in ordinary code."""
+    """Block indefinitely in ordinary code."""
     threading.Event().wait()
 
 
 class OtherOperation(Worker):
-    """Broadcasts where the others reduce."""
+    """A worker that broadcasts while the others all-reduce."""
 
     def reduce(self, bucket: int) -> None:
         if self.is_due and bucket == 1:
@@ -93,7 +93,7 @@ class OtherOperation(Worker):
 
 
 class OtherShape(Worker):
-    """Passes one element less."""
+    """A worker that passes one element fewer than the others."""
 
     def reduce(self, bucket: int) -> None:
         if self.is_due and bucket == 1:
@@ -103,7 +103,7 @@ class OtherShape(Worker):
 
 
 class OtherType(Worker):
-    """Passes float64."""
+    """A worker that passes float64 while the others pass float32."""
 
     def reduce(self, bucket: int) -> None:
         if self.is_due and bucket == 1:
@@ -113,7 +113,7 @@ class OtherType(Worker):
 
 
 class OtherReduction(Worker):
-    """Takes the maximum where the others sum."""
+    """A worker that takes the maximum while the others sum."""
 
     def reduce(self, bucket: int) -> None:
         self.world.all_reduce(
@@ -122,14 +122,14 @@ class OtherReduction(Worker):
 
 
 class OtherRoot(Worker):
-    """Broadcasts from another root."""
+    """A worker that broadcasts from a different root."""
 
     def log(self) -> None:
         self.world.broadcast(np.ones(4, np.float32), 1 if self.is_due else 0)
 
 
 class OtherSplits(Worker):
-    """Sends one element more to one rank than it expects."""
+    """A worker that sends one element more to one rank than it expects."""
 
     def log(self) -> None:
         size = self.world.size
@@ -141,7 +141,7 @@ class OtherSplits(Worker):
 
 
 class SkipBucket(Worker):
-    """Leaves out a bucket whose size differs from the next one's."""
+    """A worker that skips a bucket whose size differs from the next one's."""
 
     def reduce(self, bucket: int) -> None:
         if not (self.is_due and bucket == 1):
@@ -149,7 +149,7 @@ class SkipBucket(Worker):
 
 
 class SkipEqualBucket(Worker):
-    """Leaves out one of several equal buckets: only the step number shows it."""
+    """A worker that skips one of several equal buckets; only the step number shows it."""
 
     def reduce(self, bucket: int) -> None:
         if not (self.is_due and bucket == 1):
@@ -160,14 +160,14 @@ class SkipEqualBucket(Worker):
 
 
 class FewerBatches(Worker):
-    """Runs out of data one step before the others."""
+    """A worker that runs out of data one step before the others."""
 
     def num_steps(self) -> int:
         return STEPS - (1 if self.is_culprit else 0)
 
 
 class RepeatBucket(Worker):
-    """Reduces one bucket twice."""
+    """A worker that reduces one bucket twice."""
 
     def reduce(self, bucket: int) -> None:
         for _ in range(2 if self.is_due and bucket == 1 else 1):
@@ -175,7 +175,7 @@ class RepeatBucket(Worker):
 
 
 class HangInCode(Worker):
-    """Waits in ordinary code."""
+    """A worker that hangs in ordinary code."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -184,7 +184,7 @@ class HangInCode(Worker):
 
 
 class SpinInCode(Worker):
-    """Computes indefinitely."""
+    """A worker that computes indefinitely."""
 
     def compute(self) -> None:
         while self.is_due:
@@ -193,7 +193,7 @@ class SpinInCode(Worker):
 
 
 class HangInFirstStep(HangInCode):
-    """Hangs before the first collective."""
+    """A worker that hangs before the first collective."""
 
     @property
     def is_due(self) -> bool:
@@ -201,7 +201,7 @@ class HangInFirstStep(HangInCode):
 
 
 class StarveOfData(Worker):
-    """Waits for a batch that never arrives."""
+    """A worker that waits for a batch that never arrives."""
 
     def data(self) -> None:
         if self.is_due:
@@ -209,7 +209,7 @@ class StarveOfData(Worker):
 
 
 class InSpan(Worker):
-    """Hangs inside a span of this name."""
+    """A worker that hangs inside a span named `name`."""
 
     name = ""
 
@@ -223,25 +223,25 @@ class InSpan(Worker):
 
 
 class StallStorage(InSpan):
-    """Hangs in a checkpoint."""
+    """A worker that hangs in a checkpoint span."""
 
     name = "checkpoint"
 
 
 class StallCompiler(InSpan):
-    """Hangs in a compiler."""
+    """A worker that hangs in a compile span."""
 
     name = "compile"
 
 
 class WaitForStore(InSpan):
-    """Hangs in a store request."""
+    """A worker that hangs in a store span."""
 
     name = "store"
 
 
 class HoldLock(Worker):
-    """Computes in C for hours, with the interpreter's lock held."""
+    """A worker that computes in C for hours while holding the GIL."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -250,7 +250,7 @@ class HoldLock(Worker):
 
 
 class DeviceNeverDone(Worker):
-    """Enters an operation that never ends, as on a stuck device's stream."""
+    """A worker that enters an operation that never ends, as on a stuck device's stream."""
 
     def reduce(self, bucket: int) -> None:
         if self.is_due and bucket == 1:
@@ -266,7 +266,7 @@ class DeviceNeverDone(Worker):
 
 
 class Freeze(Worker):
-    """Is stopped by a signal."""
+    """A worker that is stopped by SIGSTOP."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -275,7 +275,7 @@ class Freeze(Worker):
 
 
 class Raise(Worker):
-    """Raises an exception."""
+    """A worker that raises an exception."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -284,7 +284,7 @@ class Raise(Worker):
 
 
 class Kill(Worker):
-    """Dies of SIGKILL."""
+    """A worker that dies of SIGKILL."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -293,7 +293,7 @@ class Kill(Worker):
 
 
 class Segfault(Worker):
-    """Dies of a wild pointer."""
+    """A worker that dies of a segmentation fault."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -302,7 +302,7 @@ class Segfault(Worker):
 
 
 class ExitAtOnce(Worker):
-    """Exits through os._exit."""
+    """A worker that exits through os._exit."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -311,7 +311,7 @@ class ExitAtOnce(Worker):
 
 
 class ExitQuietly(Worker):
-    """Exits through sys.exit with a code."""
+    """A worker that exits through sys.exit with a nonzero code."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -320,7 +320,7 @@ class ExitQuietly(Worker):
 
 
 class UseUpMemory(Worker):
-    """Requests more memory than there is."""
+    """A worker that allocates more memory than the host has."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -329,7 +329,7 @@ class UseUpMemory(Worker):
 
 
 class LagBehind(Worker):
-    """Is slower than the others in every step."""
+    """A worker that is slower than the others in every step."""
 
     def num_steps(self) -> int:
         return 80
@@ -339,7 +339,7 @@ class LagBehind(Worker):
 
 
 class Desync(Worker):
-    """Enters two groups in another order."""
+    """A worker that calls two groups' collectives in the opposite order, on half of the ranks."""
 
     def __init__(self, world: Any, culprit: int) -> None:
         super().__init__(world, culprit)
@@ -356,7 +356,7 @@ class Desync(Worker):
 
 
 class HangInSubgroup(Worker):
-    """Hangs before a subgroup's collective; the other subgroup proceeds to the world's."""
+    """A worker that hangs before a subgroup's collective; the other subgroup continues."""
 
     def __init__(self, world: Any, culprit: int) -> None:
         super().__init__(world, culprit)
@@ -374,7 +374,7 @@ class HangInSubgroup(Worker):
 
 
 class Pipeline(Worker):
-    """Passes a tensor from rank to rank."""
+    """A worker that passes a tensor from rank to rank."""
 
     def log(self) -> None:
         rank, last = self.world.rank, self.world.size - 1
@@ -385,7 +385,7 @@ class Pipeline(Worker):
             self.world.send(np.ones(4, np.float32), rank + 1)
 
     def before_receiving(self) -> None:
-        """Do nothing."""
+        """Do nothing; a hook for faults."""
 
     def source(self) -> int:
         """Return the rank to receive from."""
@@ -393,7 +393,7 @@ class Pipeline(Worker):
 
 
 class HangInPipeline(Pipeline):
-    """Hangs before receiving."""
+    """A worker that hangs before receiving."""
 
     def before_receiving(self) -> None:
         if self.is_due:
@@ -401,21 +401,21 @@ class HangInPipeline(Pipeline):
 
 
 class WrongPeer(Pipeline):
-    """Receives from the rank after it instead of the one before."""
+    """A worker that receives from the next rank instead of the previous one."""
 
     def source(self) -> int:
         return self.world.rank + 1 if self.is_due else self.world.rank - 1
 
 
 class Jitter(Worker):
-    """Takes a different time in every step."""
+    """A worker whose compute time differs in every step."""
 
     def compute(self) -> None:
         time.sleep(((self.step * 7 + self.world.rank * 13) % 11) / 1000)
 
 
 class SaveSometimes(Worker):
-    """Lets rank 0 write a checkpoint now and then."""
+    """A worker of which rank 0 occasionally writes a checkpoint."""
 
     def compute(self) -> None:
         from echelon import recorder
@@ -427,7 +427,7 @@ class SaveSometimes(Worker):
 
 
 class Mixed(Worker):
-    """Uses all collectives, with changing roots."""
+    """A worker that uses several collectives, with changing roots."""
 
     def log(self) -> None:
         size = self.world.size
@@ -438,7 +438,7 @@ class Mixed(Worker):
 
 
 class Overlapped(Worker):
-    """Issues buckets without waiting, and waits at the end of the step."""
+    """A worker that issues buckets asynchronously and waits at the end of the step."""
 
     def reduce(self, bucket: int) -> None:
         self.works = [] if bucket == 0 else self.works
@@ -452,7 +452,7 @@ class Overlapped(Worker):
 
 
 class Catch(Worker):
-    """Raises and catches exceptions in the loop."""
+    """A worker that raises and catches an exception in every step."""
 
     def compute(self) -> None:
         try:
@@ -462,7 +462,7 @@ class Catch(Worker):
 
 
 def main() -> None:
-    """Run as one rank of a job; the arguments are the class and the rank that errs."""
+    """Run as one rank of a job; the arguments are the class and the culprit's rank."""
     import echelon.dist as dist
 
     name, culprit = sys.argv[1:]

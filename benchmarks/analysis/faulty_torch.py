@@ -1,10 +1,10 @@
-"""Faults of the torch half of the fault matrix: plain torch programs over Gloo.
+"""Faults of the fault matrix in plain torch programs over Gloo.
 
     echelon run --nproc-per-node 4 benchmarks/analysis/faulty_torch.py Hang 2 --timeout 6
 
 runs 30 steps of three all_reduces; rank 2 hangs in step 10. It does not import echelon: torch's own
-timeout ends operations that wait for too long. `faults.py --torch` runs all faults and judges the
-verdicts.
+timeout ends operations that are pending for too long. `faults.py --torch` runs all faults and
+judges the verdicts.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ STEPS = 30
 
 
 def hang() -> None:
-    """Wait for something that never happens."""
+    """Sleep for an hour, longer than any case runs."""
     time.sleep(3600)
 
 
 def spin() -> None:
-    """Compute without end."""
+    """Compute indefinitely."""
     total = 0
     while True:
         total += 1
 
 
 def go_wrong(fault: str) -> None:
-    """Commit the fault of the given name."""
+    """Inject the fault with the given name."""
     if fault == "Hang":
         hang()
     elif fault == "Spin":
@@ -52,7 +52,7 @@ def go_wrong(fault: str) -> None:
 
 
 def main() -> int:
-    """Train with numbers for gradients."""
+    """Train with constants as gradients."""
     parser = argparse.ArgumentParser()
     parser.add_argument("fault")
     parser.add_argument("culprit", type=int)

@@ -2,10 +2,9 @@
 
     python -m benchmarks.analysis.reports [--page docs/verdicts.md] [--only TEXT,...]
 
-A block that follows the line `<!-- report of CASE -->` is replaced by the output of `fr-analyze`
-for that case of `faults.py`, so that the page shows the program's current output. All other text
-stays. If a case's verdict is not the expected one, its block is left unchanged and the case is
-listed.
+Each block after a line `<!-- report of CASE -->` is replaced by the output of `fr-analyze` for that
+case of `faults.py`, so that the page shows the program's current output. All other text is kept. If
+a case's verdict is not the expected one, its block is left unchanged and the case is listed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _BLOCK = re.compile(r"(<!-- report of (?P<case>\S+) -->\n\n```text\n)(?P<report>
 
 
 def main() -> int:
-    """Replace the reports; return 1 if one could not be made."""
+    """Replace the reports; return 1 if a report could not be made."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--only", default="", metavar="TEXT,...", help="cases that hold these")
@@ -55,7 +54,7 @@ def main() -> int:
 
 
 def report_of(case: faults.Case) -> str | None:
-    """Run a case; return what `fr-analyze` prints, None if its verdict is not the expected one."""
+    """Run a case; return the output of `fr-analyze`, or None if the verdict is unexpected."""
     with tempfile.TemporaryDirectory(prefix="reports-") as temporary:
         runs = Path(temporary, "runs")
         runs.mkdir()
@@ -68,7 +67,7 @@ def report_of(case: faults.Case) -> str | None:
 
 
 def on_terminal(command: list[str], folder: str) -> str:
-    """Return the output of a command on a terminal of `COLUMNS` columns, without colours."""
+    """Return a command's output on a terminal of `COLUMNS` columns, without colours."""
     ours, theirs = os.openpty()
     environment = {**os.environ, "COLUMNS": COLUMNS, "TERM": "dumb", "NO_COLOR": "1"}
     process = subprocess.Popen(command, cwd=folder, stdout=theirs, env=environment)

@@ -1,4 +1,4 @@
-"""The speed of `fr-analyze`, compared with torch's own analyzer where that can finish.
+"""Measure the speed of `fr-analyze`, compared with torch's own analyzer if that can finish.
 
     python -m benchmarks.analysis.scale   # 64, 256 and 1024 ranks, both formats
     python -m benchmarks.analysis.scale --ranks 16384 --formats echelon
@@ -59,7 +59,7 @@ class Plan:
     culprit: int
 
     def groups(self, rank: int) -> list[Group]:
-        """Return the rank's three groups: the world, its neighbours, and those across."""
+        """Return the rank's three groups: the world, its neighbours, and the group across them."""
         first = rank - rank % NEIGHBOURS
         near = tuple(range(first, min(first + NEIGHBOURS, self.ranks)))
         across = tuple(range(rank % NEIGHBOURS, self.ranks, NEIGHBOURS))
@@ -70,7 +70,7 @@ class Plan:
         ]
 
     def calls(self, rank: int) -> int:
-        """Return how many operations the rank began: one fewer for the culprit."""
+        """Return the number of operations that the rank began: one fewer for the culprit."""
         return self.operations - (1 if rank == self.culprit else 0)
 
     @property
@@ -83,7 +83,7 @@ class Plan:
 
 
 def write_ours(plan: Plan, folder: Path) -> None:
-    """Write one dump per rank, and the launcher's files."""
+    """Write one echelon dump per rank, and the launcher's files."""
     for rank in range(plan.ranks):
         write_dump(our_record(plan, rank), folder / f"rank_{rank}")
     incident = {"format": 1, "kind": "stall", "number": 0, "attempt": 0, "world_size": plan.ranks}
@@ -143,7 +143,7 @@ def our_record(plan: Plan, rank: int) -> Record:
 
 
 def write_torch(plan: Plan, folder: Path) -> None:
-    """Write one pickle per rank as torch's NCCL recorder does: strings and stacks shared."""
+    """Write one pickle per rank as torch's NCCL recorder does, with shared strings and stacks."""
     for rank in range(plan.ranks):
         path = folder / f"nccl_trace_rank_{rank}"
         path.write_bytes(pickle.dumps(torch_dump(plan, rank), protocol=2))
@@ -220,7 +220,7 @@ WRITERS: dict[str, Callable[[Plan, Path], None]] = {"echelon": write_ours, "torc
 
 @dataclass(frozen=True)
 class Figure:
-    """One run: seconds, peak resident bytes, and its output."""
+    """The time, peak resident memory and output of one run."""
 
     wall_s: float
     cpu_s: float
@@ -229,13 +229,13 @@ class Figure:
     finished: bool = True
 
     def columns(self) -> list[str]:
-        """Format time, processor time and memory; a stopped run has no time of its own."""
+        """Format time, CPU time and memory; for a stopped run, show the limit as its time."""
         wall = f"{self.wall_s:.1f} s" if self.finished else f"stopped after {self.wall_s:.0f} s"
         return [wall, f"{self.cpu_s:.1f} s", f"{self.peak_bytes / 2**30:.2f} GiB"]
 
 
 def run(command: list[str], *, timeout_s: float = 900.0) -> Figure:
-    """Run a command to its end, and measure it and its children."""
+    """Run a command to its end; measure it and its children."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         began = time.perf_counter()
         process = subprocess.Popen(command, stdout=out, stderr=err)
@@ -261,7 +261,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, 
 
 
 def measure(folder: Path, plan: Plan, repeat: int) -> Figure:
-    """Analyse a folder `repeat` times; check each verdict and return medians."""
+    """Analyse a folder `repeat` times; check each verdict and return the medians."""
     figures = []
     for _ in range(repeat):
         figure = run([sys.executable, "-m", "echelon.analysis", str(folder), "--json"])
@@ -277,7 +277,7 @@ def measure(folder: Path, plan: Plan, repeat: int) -> Figure:
 
 
 def measure_torch_analyzer(folder: Path, timeout_s: float) -> Figure | None:
-    """Run torch's analyzer on the same folder, None if torch is not installed."""
+    """Run torch's analyzer on a folder; return None if torch is not installed."""
     program = shutil.which("torchfrtrace", path=str(Path(sys.executable).parent))
     if program is None:
         return None
@@ -289,7 +289,7 @@ def measure_torch_analyzer(folder: Path, timeout_s: float) -> Figure | None:
 
 
 def compare_sets(root: Path) -> None:
-    """Print the answers of echelon and of torch's analyzer for each recorded set."""
+    """Print the verdicts of echelon and of torch's analyzer on each set of recorded dumps."""
     print("| set | truth | fr-analyze | torch's analyzer |")
     print("|---|---|---|---|")
     ours_right = theirs_right = count = 0
@@ -313,7 +313,7 @@ def compare_sets(root: Path) -> None:
 
 
 def _torch_says(folder: Path) -> tuple[str, set[int] | None]:
-    """Run torch's analyzer on a copy of a set without its truth; return words and named ranks."""
+    """Run torch's analyzer on a set without its truth; return its verdict and the named ranks."""
     files = [path for path in folder.iterdir() if path.name != "truth.json"]
     prefix = files[0].name.rstrip("0123456789")
     with tempfile.TemporaryDirectory() as copy:

@@ -1,17 +1,17 @@
-"""How `fr-analyze` scales with other shapes than collectives, compared with torch's analyzer.
+"""Measure how `fr-analyze` scales on other workloads, compared with torch's analyzer.
 
     python -m benchmarks.analysis.shapes                      # all shapes, each once
     python -m benchmarks.analysis.shapes --only receives --torch-timeout 120
 
-- `receives`: 512 ranks in a ring, each with its receives posted a step ahead; one hangs, and the
-  others follow one by one. In echelon's dumps and in torch's; torch's analyzer reads the latter
-  too.
-- `stacks`: 4,096 ranks that record nothing; the kernel shows which ranks wait, and every rank has
+- `receives`: 512 ranks in a ring, each with its receives posted a step ahead. One hangs, and the
+  others then block one by one. In echelon's and in torch's dump format; torch's analyzer reads the
+  latter too.
+- `stacks`: 4,096 ranks that record nothing. The kernel shows which ranks wait, and every rank has
   the stacks of ten threads. Rank 2730 sleeps.
-- `pipelines`: 16,384 ranks in 2,048 pipelines of 8 stages; one stage hangs, the others of its
-  pipeline wait in messages and all other pipelines in a collective. In both formats.
+- `pipelines`: 16,384 ranks in 2,048 pipelines of 8 stages. One stage hangs; the other stages of its
+  pipeline wait in messages, and all other pipelines in a collective. In both formats.
 
-Each folder is analysed in a fresh process; the verdict is checked to name the rank that hangs.
+Each folder is analysed in a fresh process; the verdict must name the hanging rank.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Call:
 
 
 def record(rank: int, size: int, groups: list[Group], calls: list[Call], *, hangs: bool) -> Record:
-    """Return one rank's record of its calls, 1 ms apart."""
+    """Return one rank's record of the given calls, 1 ms apart."""
     rows = np.zeros(len(calls), OPERATION)
     counts: dict[tuple[int, ...], int] = {}  # of a group's collectives, or of a way to a peer
     for index, call in enumerate(calls):
@@ -112,9 +112,9 @@ def record(rank: int, size: int, groups: list[Group], calls: list[Call], *, hang
 
 
 def ring_calls(rank: int, size: int, culprit: int) -> list[Call]:
-    """Exchange with both neighbours in each step, with receives posted one step ahead.
+    """Return a ring rank's exchanges with both neighbours, with receives posted one step ahead.
 
-    The culprit hangs after `RING_STEPS` steps; a rank at distance d of it gets d - 1 steps further.
+    The culprit hangs after `RING_STEPS` steps; a rank at distance d runs d - 1 steps more.
     """
 
     def num_sent(one: int) -> int:
@@ -132,7 +132,7 @@ def ring_calls(rank: int, size: int, culprit: int) -> list[Call]:
 
 
 def write_receives(plan: Plan, folder: Path) -> None:
-    """Write the ring in echelon's format."""
+    """Write the dumps of the ring in echelon's format."""
     for rank in range(plan.ranks):
         group = [Group("world", tuple(range(plan.ranks)))]
         calls = ring_calls(rank, plan.ranks, plan.culprit)
@@ -142,7 +142,7 @@ def write_receives(plan: Plan, folder: Path) -> None:
 
 
 def write_torch_receives(plan: Plan, folder: Path) -> None:
-    """Write the ring as torch's NCCL recorder does."""
+    """Write the dumps of the ring in the format of torch's NCCL recorder."""
     ranks = str(list(range(plan.ranks)))
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
     for rank in range(plan.ranks):
@@ -186,7 +186,7 @@ def _torch_entry(rank: int, index: int, call: Call) -> dict[str, object]:
 
 
 def write_stacks(plan: Plan, folder: Path) -> None:
-    """Write ranks without a ring, each seen from outside with the stacks of ten threads."""
+    """Write dumps of ranks without a ring, each with the stacks of ten threads."""
     library = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
     for rank in range(plan.ranks):
         hangs = rank == plan.culprit
@@ -221,7 +221,7 @@ def write_stacks(plan: Plan, folder: Path) -> None:
 
 
 def stage_calls(rank: int, culprit: int) -> list[Call]:
-    """Receive, send and reduce in each step; the stages beside a hanging one wait in messages."""
+    """Return a stage's calls in each step; the neighbours of a hanging stage wait in messages."""
     begin, first = rank - rank % STAGES, culprit - culprit % STAGES
     step = [
         *([Call(RECV, rank - 1, 1)] if rank > begin else []),
@@ -235,7 +235,7 @@ def stage_calls(rank: int, culprit: int) -> list[Call]:
 
 
 def write_pipelines(plan: Plan, folder: Path) -> None:
-    """Write pipelines of eight stages in echelon's format."""
+    """Write the dumps of the pipelines in echelon's format."""
     world = Group("world", tuple(range(plan.ranks)))
     for rank in range(plan.ranks):
         begin = rank - rank % STAGES
@@ -248,7 +248,7 @@ def write_pipelines(plan: Plan, folder: Path) -> None:
 
 
 def write_torch_pipelines(plan: Plan, folder: Path) -> None:
-    """Write the pipelines as torch's NCCL recorder does."""
+    """Write the dumps of the pipelines in the format of torch's NCCL recorder."""
     world = {"name": "0", "desc": "default_pg", "ranks": str(list(range(plan.ranks)))}
     for rank in range(plan.ranks):
         begin = rank - rank % STAGES
@@ -306,7 +306,7 @@ SHAPES = (
 
 
 def main() -> int:
-    """Write each folder, analyse it, and print a line."""
+    """Write and analyse each folder, and print a line for it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", metavar="SHAPE,...")
     parser.add_argument("--repeat", type=int, default=1)
@@ -324,7 +324,7 @@ def main() -> int:
 
 
 def line(shape: Shape, plan: Plan, options: argparse.Namespace) -> str:
-    """Measure one shape."""
+    """Measure one shape; return its line of the table."""
     with tempfile.TemporaryDirectory(prefix="shapes-") as below:
         folder = Path(below) / "incident_0"
         folder.mkdir()

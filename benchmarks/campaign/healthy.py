@@ -1,9 +1,9 @@
-"""Hours of healthy jobs, and every alarm that the launcher raised in them: each is a false one.
+"""Run healthy jobs for hours, and count the launcher's alarms, all of which are false.
 
     python -m benchmarks.campaign.healthy --jobs 5 --minutes 60 --keep campaign/healthy
 
-The jobs run at the same time, at a low priority, beside whatever else the machine does
-(`healthy_rank.py` is the program). They wait for most of their time, so that many fit on a machine.
+The jobs run `healthy_rank.py` at the same time, at a low priority, alongside other work on the
+machine. They are idle for most of their time, so many of them fit on one machine.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Kind:
     """One kind of healthy job.
 
     Attributes:
-        program: what `healthy_rank.py` calls it.
-        nodes: launchers.
-        ranks: on each of them.
-        options: of `echelon run`.
-        scale: of the pauses.
+        program: the kind's name in `healthy_rank.py`.
+        nodes: the number of launchers.
+        ranks: the number of ranks per launcher.
+        options: the options of `echelon run`.
+        scale: the factor by which pauses are shortened.
     """
 
     program: str
@@ -72,7 +72,7 @@ KINDS = {
 
 @dataclass
 class Job:
-    """One job that runs."""
+    """One running job."""
 
     name: str
     kind: Kind
@@ -82,7 +82,7 @@ class Job:
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, minutes: float) -> None:
-        """Start its launchers."""
+        """Start the job's launchers."""
         self.folder.mkdir(parents=True)
         port = _free_port()
         for node in range(self.kind.nodes):
@@ -101,7 +101,7 @@ class Job:
                 )  # fmt: skip
 
     def wait(self, due_s: float) -> None:
-        """Wait for its end; a job that is late is ended."""
+        """Wait for the job to end; terminate it after `due_s`."""
         for agent in self.agents:
             try:
                 agent.wait(max(1.0, due_s - time.monotonic()))
@@ -110,7 +110,7 @@ class Job:
                 agent.wait(60)
 
     def record(self) -> dict[str, Any]:
-        """Return what the launcher reported and what the program did."""
+        """Return the launcher's report and the program's own account."""
         report = _read(self._run_dir(0) / "report.json")
         lines = [
             line
@@ -139,7 +139,7 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the jobs; exit with 1 if any of them raised an alarm or failed."""
+    """Run the jobs; return 1 if any of them failed or caused an alarm."""
     options = _options(arguments)
     os.nice(max(0, _NICE - os.nice(0)))
     conditions, loads = Conditions(peers=("torch",)), list[float]()
@@ -187,7 +187,7 @@ def _row(record: dict[str, Any]) -> list[str]:
 
 
 def _is_warning(line: str) -> bool:
-    """Return whether the launcher printed a line that a healthy job should not have."""
+    """Return whether a line of the launcher's output is a warning."""
     return "echelon: " in line and not line.startswith(("echelon: run directory",))
 
 

@@ -1,10 +1,10 @@
-"""One rank of a healthy job: it mostly waits, with real collectives and the pauses of training.
+"""Run as one rank of a healthy job: mostly idle, with real collectives and the pauses of training.
 
     healthy_rank.py KIND SEED MINUTES SCALE FILE
 
-All that delays it is drawn from the seed: uneven steps, slow batches, evaluations, checkpoints and
+All delays are drawn from the seed: uneven steps, slow batches, evaluations, checkpoints and
 compilations, on all ranks or on one of them while the others wait for it. SCALE shortens the pauses
-of a job with a shorter `--stall-timeout`. Rank 0 writes to FILE what it did.
+of a job with a shorter `--stall-timeout`. Rank 0 writes its steps and pauses to FILE.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BUSY = 0.04  # of a pause that no span marks: an evaluation without any process
 
 
 class Pauses:
-    """The job's pauses; all ranks draw the same ones, and each its own length of it."""
+    """The job's pauses; all ranks draw the same pauses, but each draws its own durations."""
 
     def __init__(self, seed: str, rank: int, size: int, scale: float, span: Span | None) -> None:
         self._shared, self._own = random.Random(seed), random.Random(f"{seed} {rank}")
@@ -35,11 +35,11 @@ class Pauses:
         self.longest_s = 0.0
 
     def first_step(self) -> None:
-        """Compile: long, and not equally long on all ranks."""
+        """Simulate compilation, which is long and not equally long on all ranks."""
         self._pause("compile", self._own.uniform(20, 45))
 
     def step(self) -> None:
-        """Work for one step; every few hundredth one has a pause."""
+        """Simulate the work of one step; about one step in 45 has a pause."""
         time.sleep(0.3 + self._own.lognormvariate(-2.5, 0.8))
         if self._own.random() < 0.004:
             self._pause("data_wait", min(2 * self._own.paretovariate(1.3), 30))

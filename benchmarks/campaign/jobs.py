@@ -1,4 +1,4 @@
-"""One job of the campaign under one launcher, on its own hosts, and its results."""
+"""Run one job of the campaign under one launcher, on its own hosts, and collect its results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RANK = Path(__file__).with_name("rank.py")
 
 
 def run_job(plan: Plan, launcher: str, folder: Path) -> dict[str, Any]:
-    """Run one job to its end, or until it takes far too long; return its record."""
+    """Run one job to its end, or to its time limit; return its record."""
     folder.mkdir(parents=True)
     written = {**asdict(plan), "step_s": STEP_S, "save_every": SAVE_EVERY, "stall_s": STALL_S}
     (folder / "plan.json").write_text(json.dumps(written))
@@ -142,7 +142,7 @@ class _Job:
             self._gone.add(node)  # it may live on, without a place in the world
 
     def _is_over(self) -> bool:
-        """Return whether the job is over: a node without a place, or cut off, may still wait."""
+        """Return whether the job is over; spare nodes and nodes that are cut off may still wait."""
         if len(self._agents) < len(self._machines):
             return self._agents[0].poll() is not None
         if self._agents[0].poll() is None:
@@ -153,7 +153,7 @@ class _Job:
         )
 
     def close(self) -> None:
-        """End everything that still runs on its hosts."""
+        """Kill all remaining processes on the job's hosts."""
         for machine in self._machines:
             _kill_all(machine)
         for agent in self._agents:
@@ -195,7 +195,7 @@ class _Job:
             }
 
     def _own_account(self) -> dict[str, Any]:
-        """Return the accounts of `echelon report` and report.json."""
+        """Return echelon's own account of the job, from `echelon report` and report.json."""
         run = self._folder / "run_0"
         if not (run / "report.json").exists():
             return {}
@@ -212,7 +212,7 @@ class _Job:
 
 
 def _set_up_tcp(machine: Host) -> None:
-    """Change the kernel's settings of one host, if this kernel has them."""
+    """Change one host's TCP settings, if this kernel has them."""
     if not Path("/proc/sys/net/ipv4/tcp_rto_max_ms").exists():
         return
     command = machine.command("sysctl", "-qw", *(f"{name}={value}" for name, value in _TCP.items()))
@@ -220,7 +220,7 @@ def _set_up_tcp(machine: Host) -> None:
 
 
 def _phases(account: dict[str, Any]) -> Iterator[list[float]]:
-    """Return each restart's phases: from the failure to the end, the next start, its first step."""
+    """Yield each restart's times from the failure to the end, the next start and its first step."""
     for one, other in pairwise(account["attempts"]):
         laps = [run["laps"][0] for run in other["runs"].values() if run["laps"]]
         if one["failed_ns"] is not None and one["ended_ns"] is not None and laps:
@@ -234,7 +234,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _kill_all(machine: Host) -> None:
-    """Kill all processes of a host, including those that they are just starting."""
+    """Kill all processes of a host, including those that they are about to start."""
     for _ in range(20):
         listed = subprocess.run(
             ["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=False
@@ -249,5 +249,5 @@ def _kill_all(machine: Host) -> None:
 
 
 def _launcher_of(agent: subprocess.Popen[bytes]) -> int:
-    """Return the launcher's process; `ip netns exec` becomes it."""
+    """Return the pid of a node's launcher: `ip netns exec` replaces its own process with it."""
     return agent.pid

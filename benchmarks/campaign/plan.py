@@ -1,7 +1,8 @@
-"""The faults of each job, and their times: a pure function of a seed.
+"""Draw each job's faults and their times, as a pure function of a seed.
 
-`KINDS` lists what each kind of fault requires of a launcher. Those marked `held_back` were written
-with the others and not run while launcher and policy were developed: the figures are about them.
+`KINDS` lists what each kind of fault requires of a launcher. The kinds marked `held_back` were
+written together with the others, but not run while launcher and policy were developed. The reported
+figures are about them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        restarts: how many restarts an omniscient launcher needs; none for a transient fault.
-        granted: restarts until a permanent fault can be recognised as such.
-        stays: it recurs in each attempt, and the job cannot continue.
-        takes_node: a node is gone or unusable: the job continues if it has a spare one.
+        restarts: the number of restarts that an omniscient launcher needs.
+        granted: the number of restarts before a permanent fault can be recognised as such.
+        stays: True if the fault recurs in each attempt, so that the job cannot continue.
+        takes_node: True if a node is lost or unusable; the job continues if it has a spare one.
     """
 
     restarts: int = 1
@@ -58,7 +59,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault of a job; `rank` counts in the world of that moment."""
+    """One fault of a job; `rank` is a rank of the world at that moment."""
 
     kind: str
     step: int
@@ -67,7 +68,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One job. Three nodes are two nodes and a spare one."""
+    """One job. If it has three nodes, one of them is a spare."""
 
     name: str
     num_nodes: int
@@ -76,12 +77,12 @@ class Plan:
 
     @property
     def stays(self) -> bool:
-        """Whether it has a permanent fault."""
+        """True if the job has a permanent fault."""
         return any(KINDS[one.kind].stays for one in self.faults)
 
 
 def plan_of(seed: int, *, held_back: bool, mean_gap_s: float = MEAN_GAP_S) -> Plan:
-    """Return a job's faults: every fourth job ends with a permanent one, every eighth has none."""
+    """Return a job's plan: every fourth job ends with a permanent fault, every eighth has none."""
     name = f"{'held' if held_back else 'seen'}_{seed}"
     rng = random.Random(name)
     num_nodes = 2 + seed % 2

@@ -1,14 +1,14 @@
-"""One rank of the campaign's jobs: the same program under both launchers.
+"""Run as one rank of the campaign's jobs, the same program under both launchers.
 
     rank.py FOLDER PLAN.json
 
 It averages a vector and saves it every few steps; at the end, the vector must equal the number of
-steps. It does not import torch, so that this does not slow either launcher's restarts. Rank 0 alone
-saves, flushes and renames, in the layout of `echelon.dist.checkpoint`, on a thread beside the next
-steps. While the previous checkpoint is still being written, a checkpoint is skipped, but after some
-seconds the next save overtakes it, unless an overtaken one is still being written (as with
-`Keeper(patience_s=...)`). Rank 0 also writes each finished step to FOLDER/steps.log, the campaign's
-own account of time.
+steps. It does not import torch, whose import would slow both launchers' restarts. Rank 0 alone
+saves, flushes and renames, in the layout of `echelon.dist.checkpoint`, on a thread that overlaps
+with the next steps. While the previous checkpoint is being written, a checkpoint is skipped. After
+some seconds, however, the next save overtakes it, unless an overtaken one is still being written
+(as with `Keeper(patience_s=...)`). Rank 0 also writes each finished step to FOLDER/steps.log, the
+campaign's own account of time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SOON = 5  # steps after which a bad node ends its ranks
 
 
 class Job:
-    """This rank's part of the job."""
+    """One rank of the job."""
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
         self.folder, self.plan = folder, plan
@@ -92,7 +92,7 @@ class Job:
     # ---- faults ----
 
     def _victim_of_node(self) -> int:
-        """Return the first rank of the node that node faults hit; -1 if only the host is hit."""
+        """Return the first rank of the node that node faults hit; -1 if only node 0 has ranks."""
         node = max(self.nodes)
         return self.nodes.index(node) if node else -1
 
@@ -186,7 +186,7 @@ class Job:
                 raise writing.error
 
     def write(self, step: int, x: np.ndarray) -> None:
-        """Write a checkpoint, or hang."""
+        """Write a checkpoint, or hang if the plan has this fault."""
         self._hit_save(step)
         folder = self.folder / "checkpoints" / f"step_{step:08d}"
         version = folder / "000001"
@@ -219,7 +219,7 @@ class Job:
 
 
 class Write(threading.Thread):
-    """A checkpoint that is being written. The program ends without it if it hangs."""
+    """A thread that writes a checkpoint. If it hangs, the program exits without waiting for it."""
 
     def __init__(self, job: Job, step: int, x: np.ndarray) -> None:
         super().__init__(daemon=True)
@@ -229,7 +229,7 @@ class Write(threading.Thread):
         self._job, self._step, self._x = job, step, x
 
     def run(self) -> None:
-        """Write it."""
+        """Write the checkpoint."""
         try:
             with self.span:
                 self._job.write(self._step, self._x)

@@ -1,4 +1,4 @@
-"""Random faults in training jobs, under echelon's launcher and under torchrun, side by side.
+"""Inject random faults into training jobs under echelon's launcher and under torchrun.
 
     python -m benchmarks.campaign.run --jobs 8                 # kinds seen while developing
     python -m benchmarks.campaign.run --jobs 8 --held-back     # the others
@@ -6,11 +6,11 @@
     python -m benchmarks.campaign.run --jobs 80 --minutes 30 --most-load 1   # on an idle machine
     python -m benchmarks.campaign.run --table                  # of all records so far
 
-Each job has four ranks on two nodes, or on two and a spare one, in network namespaces (root). Every
-job runs under both launchers at the same time, with the same script, checkpoints, faults and
+Each job has four ranks on two nodes, or on two and a spare one, in network namespaces (needs root).
+Every job runs under both launchers at the same time, with the same script, checkpoints, faults and
 `--max-restarts`. Records are lines of JSON in `--out`, one per job and launcher, written as soon as
-it is over: jobs with a record are not run again, so that a campaign can be gathered in many runs. A
-record has the commit, the processor and the load.
+the job is over. A job with a record is not run again, so a campaign can be spread over many runs. A
+record contains the commit, the processor and the load.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(plans: Sequence[Plan], options: argparse.Namespace) -> None:
-    """Run all jobs without a record."""
+    """Run all jobs that have no record."""
     known = {(one["plan"]["name"], one["launcher"]) for one in _read(options.out)}
     launchers = options.launchers.split(",")
     until_s = time.monotonic() + 60 * options.minutes

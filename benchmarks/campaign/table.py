@@ -1,8 +1,9 @@
-"""The campaign's figures, computed from its records.
+"""Compute the campaign's figures from its records.
 
-*Useful* is a job's share of time by its own log: distinct steps times the step of the fault-free
-jobs under the same launcher, by the time from the launchers' start to their end. Jobs that a fault
-must end are excluded, because their time depends on where that fault is.
+*Useful* is the fraction of a job's time that, by its own log, was spent on distinct steps: their
+number times the nominal step time, divided by the time from the launchers' start to their end. It
+is compared with that of the fault-free jobs under the same launcher. Jobs that a fault must end are
+excluded, because their time depends on where that fault is.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ def is_wrong_stop(record: Record) -> bool:
 
 
 def is_late(record: Record) -> bool:
-    """Return whether it still ran after three times its fault-free time plus three minutes."""
+    """Return whether a job was killed at its limit: 3 times its fault-free time plus 3 minutes."""
     return record["exit_code"] == -signal.SIGKILL
 
 
 def restarts(record: Record) -> int:
-    """Return how often its ranks restarted; with torchrun, only if they reached a first step."""
+    """Return the number of restarts; under torchrun, only those that reached a first step."""
     decisions = record.get("report", {}).get("decisions", ())
     told = sum(one["action"] != "stop" for one in decisions)
     return max(record["num_attempts"] - 1, told, 0)
 
 
 def wasted(record: Record) -> int:
-    """Return the restarts beyond those that its faults need or permanent ones allow.
+    """Return the number of restarts beyond those that the job's faults need or are granted.
 
-    Each restart belongs to the latest fault before it, so that a fault which needed fewer does not
-    make up for another one. An attempt that never began, and one before any fault, is wasted.
+    Each restart is attributed to the latest fault before it, so that one fault's unused restarts do
+    not offset another's. Attempts that never began and restarts before any fault are wasted.
     """
     if "begins_s" not in record:  # of earlier records only the sum is known
         needed = sum(fault["restarts"] + fault["granted"] for fault in record["faults"])
@@ -61,12 +62,12 @@ def wasted(record: Record) -> int:
 
 
 def useful(record: Record) -> float:
-    """Return the share of a job's time that went into steps that count."""
+    """Return the fraction of a job's time that was spent on distinct steps."""
     return float(record["num_done"] * STEP_S / record["wall_s"])
 
 
 def bars(records: Sequence[Record]) -> str:
-    """Return what is required of echelon beside torchrun, and whether it is met, one per line.
+    """Return what echelon must achieve beside torchrun, and whether it does, one bar per line.
 
     The figures are those of echelon with standbys if there are any, and without them otherwise.
     """
@@ -145,13 +146,13 @@ def _on(num_nodes: int, records: Sequence[Record]) -> list[Record]:
 
 
 def _phase(records: Sequence[Record], place: int) -> str:
-    """Return the median of one phase of a restart, according to echelon's own account."""
+    """Return the median duration of one phase of a restart, by echelon's own account."""
     took = [phases[place] for one in records for phases in one.get("phases", ())]
     return f"{statistics.median(took):.1f} s" if took else "-"
 
 
 def _total(records: Sequence[Record], part: Callable[[Record], float]) -> float:
-    """Return a share in which each job is weighted by its time."""
+    """Return the mean of a fraction over all jobs, weighted by their times."""
     wall_s = sum(one["wall_s"] for one in records)
     return sum(part(one) * one["wall_s"] for one in records) / wall_s if wall_s else float("nan")
 

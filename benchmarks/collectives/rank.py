@@ -1,8 +1,8 @@
-"""One rank of benchmarks/collectives/run.py: runs the requested samples and checks every result.
+"""Run as one rank of benchmarks/collectives/run.py: take the requested samples, check every result.
 
-The driver sends one line of JSON per sample and receives one line: seconds per call. A library is
-an object with the calls of echelon's groups, all under the same names, so that cases are written
-once. Arrays hold small whole numbers, which every dtype here adds exactly.
+The driver sends one line of JSON per sample and receives one line with the seconds per call. A
+library is an object with the methods of echelon's groups, so that cases are written once. Arrays
+contain small integers, which every dtype here adds exactly.
 """
 
 # ruff: noqa: D102, D103 -- three libraries answer to the same names; main() reads top-down
@@ -33,9 +33,9 @@ class Case:
 
     Attributes:
         fill: sets the arrays before the call that is checked.
-        call: the call.
+        call: makes one call.
         check: raises AssertionError if the result is wrong.
-        calm: sets the arrays for the repeated calls, if those would change the numbers.
+        calm: sets the arrays before the repeated calls, if these would change the values.
     """
 
     call: Callable[[], Any]
@@ -45,7 +45,7 @@ class Case:
 
 
 class Cases:
-    """The operations on arrays of one size; `num_bytes` is that of the whole, larger array."""
+    """The operations on arrays of one size; `num_bytes` is the size of the larger array."""
 
     def __init__(self, group: Any, rank: int, size: int, num_bytes: int, dtype: str) -> None:
         import ml_dtypes
@@ -60,7 +60,7 @@ class Cases:
         self._part = np.zeros(part, kind)
 
     def make(self, operation: str) -> Case:
-        """Return a case by its name."""
+        """Return the case with the given name."""
         made: Case = getattr(self, f"_{operation}")()
         return made
 
@@ -149,7 +149,7 @@ def _same(got: Any, numbers: Any, scale: int, added: int) -> None:
 
 
 def measure(case: Case, barrier: Callable[[], Any], repeats: int) -> float:
-    """Check one call, then return seconds per call over `repeats` calls after a barrier."""
+    """Check one call; then return the seconds per call of `repeats` calls after a barrier."""
     case.fill()
     case.call()
     case.check()
@@ -174,10 +174,11 @@ def repeats_of(num_bytes: int) -> int:
 
 
 def touch_seconds(num_bytes: int, barrier: Callable[[], Any]) -> float:
-    """Return the time to read and write `num_bytes` once, on all ranks at once, the faster way.
+    """Return the time to read and write `num_bytes` once, on all ranks at the same time.
 
-    A copy writes to cache lines that it has not read, which costs a further read unless the copy
-    bypasses the cache; an update in place does not. Collectives may do either.
+    The result is the faster of a copy and an update in place. A copy writes to cache lines that it
+    has not read, which costs another read unless the copy bypasses the cache. An update in place
+    does not. Collectives may do either.
     """
     a, b = np.ones(max(num_bytes // 4, 2), np.float32), np.ones(max(num_bytes // 4, 2), np.float32)
     repeats = repeats_of(num_bytes)
@@ -187,7 +188,7 @@ def touch_seconds(num_bytes: int, barrier: Callable[[], Any]) -> float:
 
 
 class Mpi:
-    """MPI in place of a group: buffers by pointer, without copies."""
+    """MPI with a group's methods; buffers are passed by pointer, without copies."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -229,7 +230,7 @@ class Mpi:
 
 
 class Gloo:
-    """Gloo as torch users call it, without the additions of echelon's group."""
+    """Gloo as torch users call it, without the extras of echelon's group."""
 
     def __init__(self) -> None:
         import torch
@@ -268,7 +269,7 @@ class Gloo:
 
 
 class Ours:
-    """A group of echelon's, with one additional call for the overlap."""
+    """An echelon group, with an additional method for `--overlap`."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -281,7 +282,7 @@ class Ours:
 
 
 def overlapped(group: Any) -> float:
-    """Return the seconds that 4 x 16 MB asynchronous all_reduce add to a computation."""
+    """Return the seconds that four asynchronous 16 MB all_reduces add to a computation."""
     arrays = [np.zeros(4 << 20, np.float32) for _ in range(4)]
     left, right = np.ones((600, 600), np.float32), np.ones((600, 600), np.float32)
 
@@ -308,7 +309,7 @@ def overlapped(group: Any) -> float:
 
 
 def serve(group: Any, rank: int, size: int) -> None:
-    """Take samples until the driver closes standard input."""
+    """Take the requested samples until the driver closes standard input."""
     made: dict[tuple[int, str], Cases] = {}
     for line in sys.stdin:
         ask = json.loads(line)

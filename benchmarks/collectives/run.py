@@ -1,4 +1,4 @@
-"""Collectives, compared with commonly used libraries: interleaved runs, medians, ratios.
+"""Compare collectives with commonly used libraries: interleaved samples, medians and ratios.
 
     python -m benchmarks.collectives.run --ranks 2 --backends native,python,gloo,mpich,xccl
     python -m benchmarks.collectives.run --ranks 4 --neighbours 2 --sizes 8,1048576
@@ -13,18 +13,19 @@ a wrong result ends the benchmark. Sums of floats are the default, as in trainin
 for libraries whose maximum is faster or slower than their sum.
 
 Echelon's backends are native and python (the two engines of `shm`), shm+gloo, flat (`gloo` without
-levels) and xccl. NAME+recorder is the same with the black box on. MPICH takes part if `mpi4py` can
-be imported (`--mpi-python` names an environment with `mpich` and `mpi4py`); its ranks are separate
-processes, which sleep on a pipe while the others run.
+levels) and xccl. NAME+recorder is the same backend with the recorder on. MPICH is included if
+`mpi4py` can be imported (`--mpi-python` names an environment with `mpich` and `mpi4py`); its ranks
+are separate processes, which block on a pipe while the others run.
 
-"x" is times faster than Gloo in the same run. GB/s is bus bandwidth as nccl-tests defines it. "of
-bound" compares with the memory traffic that no algorithm avoids: each input byte is read once, each
-output byte written once, at the speed at which all ranks at once read and write as many bytes in
-NumPy. With `--against`, each of echelon's backends also runs from another checkout (with its C core
-built), as "NAME before"; the last lines list each row in which this checkout is slower.
+"x" is the speedup over Gloo in the same run. GB/s is bus bandwidth as nccl-tests defines it. "of
+bound" compares with the memory traffic that no algorithm can avoid: each input byte is read once
+and each output byte is written once, at the speed at which all ranks at the same time read and
+write as many bytes in NumPy. With `--against`, each of echelon's backends also runs from another
+checkout (with its C core built), as "NAME before"; the last lines list each row in which this
+checkout is slower.
 
 With `--hosts`, the ranks run in that many network namespaces on one bridge. With `--overlap`, each
-sample runs 4 x 16 MB asynchronous all_reduce beside matrix products on the main thread, and
+sample overlaps four asynchronous 16 MB all_reduces with matrix products on the main thread, and
 measures the time beyond that of the products alone.
 """
 
@@ -77,8 +78,8 @@ _TRAFFIC = {
 class Rank:
     """One rank process, controlled through a pipe or a FIFO.
 
-    A FIFO is opened for both directions, so that opening does not wait for the rank, which may
-    never start. The end of the process is detected from `job`, not from the FIFO.
+    A FIFO is opened for reading and writing, so that opening it does not block if the rank never
+    starts. The end of the process is detected from `job`, not from the FIFO.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Rank:
         os.write(self._write_fd, line.encode() + b"\n")
 
     def hear(self, timeout_s: float) -> float:
-        """Return the answer; raise if the rank ends or stays silent."""
+        """Return the rank's answer; raise an exception if it exits or does not answer in time."""
         deadline_s = time.monotonic() + timeout_s
         while b"\n" not in self._unread:
             came = bool(select.select([self._read_fd], [], [], 0.2)[0])
@@ -178,7 +179,7 @@ class Team:
         return Rank(f"{self.library} rank {rank}", job, *ends)
 
     def _start_mpi(self, command: list[str], env: dict[str, str]) -> list[Rank]:
-        """Start MPI's ranks, each of which opens a FIFO pair: mpiexec provides no pipe for each."""
+        """Start MPI's ranks, each with a pair of FIFOs, as mpiexec gives them no pipes."""
         folder, size = self._folder.name, int(command[-1])
         mpiexec = Path(command[0]).with_name("mpiexec")
         ends = []
@@ -193,7 +194,7 @@ class Team:
         return [Rank(f"mpich rank {rank}", job, *pair) for rank, pair in enumerate(ends)]
 
     def ask(self, operation: str, num_bytes: int, dtype: str) -> float:
-        """Take one sample on all ranks; the slowest one counts."""
+        """Take one sample on all ranks; return the slowest rank's seconds per call."""
         line = json.dumps({"operation": operation, "num_bytes": num_bytes, "dtype": dtype})
         for rank in self.ranks:
             rank.tell(line)
@@ -211,7 +212,7 @@ class Team:
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """Keep `count` other processes busy."""
+    """Run `count` busy processes while the context lasts."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -223,7 +224,7 @@ def neighbours(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[list[Any]]:
-    """Create `count` hosts from network namespaces; none if it is 0."""
+    """Create `count` hosts as network namespaces, or none if `count` is 0."""
     if not count:
         yield []
         return
@@ -253,7 +254,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def libraries(options: argparse.Namespace) -> list[str]:
-    """Return the libraries to run; echelon's appear twice if there is another checkout."""
+    """Return the libraries to run; with `--against`, echelon's backends appear twice."""
     names = []
     for name in options.backends:
         names.append(name)
@@ -281,9 +282,9 @@ def measure_one(
 
 
 def against(samples: dict[str, list[float]]) -> dict[str, float]:
-    """Return each library's time relative to its other checkout: 1 is as long.
+    """Return each backend's time relative to the other checkout; 1 means equal.
 
-    The median of the rounds' ratios: both samples of a round were taken at the same time.
+    The value is the median of the rounds' ratios, since a round takes its samples close in time.
     """
     ratios = {}
     for name, times in samples.items():
@@ -320,17 +321,17 @@ def render(row: dict[str, Any]) -> str:
 
 
 def bound_of(row: dict[str, Any]) -> float:
-    """Return the least seconds that the row's memory traffic takes on this machine."""
+    """Return the minimum time, in seconds, of the row's memory traffic on this machine."""
     return float(row["touch_s"] * _TRAFFIC[base(row["operation"])](row["ranks"]))
 
 
 def base(operation: str) -> str:
-    """Return the collective of a row's name: `all_reduce` of `all_reduce_max`."""
+    """Return the collective in a row's name, such as `all_reduce` in `all_reduce_max`."""
     return operation.removesuffix("_max").removesuffix("_async")
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each row that is slower than in the other checkout, or one if none is."""
+    """Return one line per row that is slower than the other checkout, or one line if none is."""
     if not any(row["against"] for row in rows):
         return []
     slower = [

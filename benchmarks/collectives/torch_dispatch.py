@@ -1,9 +1,10 @@
-"""The cost of a call under torch: a small all_reduce over echelon, over Gloo, and without torch.
+"""Measure a small all_reduce under torch: over echelon, over Gloo, and without torch.
 
     python -m echelon run --nproc-per-node 2 benchmarks/collectives/torch_dispatch.py   # 20 s
 
-Prints the median and the best time of a blocking call on 8 bytes, in microseconds, each backend in
-turn in one run; and the same in a world of one, where nothing is sent: that is the dispatch alone.
+Prints the median and the best time of a blocking call on 8 bytes, in microseconds, for each backend
+in turn. Also prints the times in a world of one, where nothing is sent, which are the cost of the
+dispatch alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ROUNDS = 5
 
 
 def _times(call: Callable[[], object]) -> tuple[float, float]:
-    """Return the median and the best microseconds per call, over rounds."""
+    """Return the median and the best time per call over all rounds, in microseconds."""
     rounds = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
@@ -34,7 +35,7 @@ def _times(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the backends and print their times."""
     torch.set_num_threads(1)
     world = dist.init()
     torch_dist.init_process_group("echelon", timeout=datetime.timedelta(seconds=60))

@@ -1,4 +1,4 @@
-"""One rank of `run.py`: takes steps with and without copies, in random order, and times them."""
+"""Run as one rank of `run.py`: time steps with and without copies, in random order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = {
 
 
 def main() -> None:
-    """Time steps, and write {KIND: [[wall s of the slowest rank, CPU s of a rank], ...]}."""
+    """Time steps; write {KIND: [[slowest rank's wall s, ranks' mean CPU s], ...]} as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=tuple(SIZES))
     parser.add_argument("--tokens", type=int, help="per rank and step")

@@ -1,15 +1,15 @@
-"""What copies of shards cost: a step of a sharded training with and without them.
+"""Measure the cost of copies of shards: steps of sharded training with and without them.
 
     python -m benchmarks.copies.run [--ranks 4] [--models 85M] [--tokens 128] [--turns 6]
 
-A char GPT, float32, AdamW, `SameBits`, divided among the ranks of one host; `--models 10.7M,85M`
-adds a smaller one. A step with copies includes what `resilient.run` does for it: all shards and
-their optimizer state are copied into shared memory, with a CRC, and the step ends when the copy is
-complete. Everything is copied before the step computes, or the optimizer's state is copied by a
-thread meanwhile, as `resilient.run` does. Steps of the three kinds alternate in one training, in
-random order, so that other work on the machine affects all of them. A step takes as long as its
-slowest rank. The ratios are to a step without copies; that of the ranks' mean processor time is
-affected less by other work.
+The model is a char GPT in float32 with AdamW and `SameBits`, sharded over the ranks of one host;
+`--models 10.7M,85M` adds a smaller one. A step with copies includes what `resilient.run` does for
+it: all shards and their optimizer state are copied into shared memory, with a CRC, and the step
+ends when the copy is complete. Either everything is copied before the step computes, or a thread
+copies the optimizer's state during the computation, as in `resilient.run`. Steps of the three kinds
+alternate in one training, in random order, so that other work on the machine affects all of them. A
+step takes as long as its slowest rank. The ratios are relative to a step without copies; the ratio
+of the ranks' mean CPU time is less affected by other work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RANK = Path(__file__).with_name("rank.py")
 
 
 def main() -> None:
-    """Measure all cases and show them."""
+    """Measure all cases and print the table."""
     made = parser(__doc__, rounds=3)
     made.add_argument("--ranks", type=int, default=4)
     made.add_argument("--models", default="85M")

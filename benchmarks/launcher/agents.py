@@ -30,11 +30,11 @@ _DUMP = os.urandom(24_000)  # of one rank, as packed
 
 
 class Agent:
-    """One simulated node: it obeys the coordinator and reports the state of imaginary ranks.
+    """A simulated node that obeys the coordinator and reports the state of fictitious ranks.
 
     Attributes:
-        pending_since_s: when its first rank began to wait; 0: no rank waits.
-        seen: kinds of commands since this was cleared.
+        pending_since_s: the time at which its first rank began to wait; 0 if no rank waits.
+        seen: the kinds of commands received since the set was last cleared.
     """
 
     def __init__(self, endpoint: str, number: int, ranks: int) -> None:
@@ -54,7 +54,7 @@ class Agent:
         self.tasks: list[asyncio.Future[Any]] = []
 
     async def meet(self) -> None:
-        """Connect, and wait for the first start."""
+        """Connect and wait for the first start command."""
         deadline_s = time.monotonic() + 120
         while True:
             try:
@@ -68,7 +68,7 @@ class Agent:
         await self.started.wait()
 
     async def greet(self) -> None:
-        """Open a session."""
+        """Open a session with the coordinator."""
         self.call = self.channel.stream_stream(METHOD)()
         nonce = new_nonce()
         await self.call.write(nonce)
@@ -82,14 +82,14 @@ class Agent:
         self.beat_s = welcome.beat_ms / 1e3
 
     async def read(self) -> bytes:
-        """Return the next frame."""
+        """Wait for the next frame and return it."""
         frame = await self.call.read()
         if not isinstance(frame, bytes):
             raise OSError("the stream ended")
         return frame
 
     async def obeys(self) -> None:
-        """Carry out commands until the job is over."""
+        """Execute the coordinator's commands until the job is over."""
         while True:
             body = self.state.take(self.seal.open(await self.read()))
             if not self.state.is_idle or self.state.owes_acknowledgement:
@@ -120,14 +120,14 @@ class Agent:
         await self.say(m.Harvested(incident=command.incident, exit_codes=[]))
 
     async def end_ranks(self, code: int) -> None:
-        """Report that all ranks have ended."""
+        """Report that all ranks have exited with `code`."""
         start = self.start
         assert start is not None
         for rank in range(start.first_rank, start.first_rank + self.ranks):
             await self.say(m.WorkerEnded(attempt=start.attempt, rank=rank, code=code))
 
     async def beats(self) -> None:
-        """Send reports as often as the coordinator requests."""
+        """Send heartbeats or reports at the interval that the coordinator requests."""
         while True:
             every_s = self.beat_s
             if self.start is not None:
@@ -150,7 +150,7 @@ class Agent:
         await self.say(m.Sights(attempt=self.start.attempt, folded=row, ranks=[]))
 
     async def flush(self) -> None:
-        """Flush pending output."""
+        """Write all pending frames and acknowledgements."""
         async with self.writing:
             while (frame := self.state.frame()) is not None:
                 await self.call.write(self.seal.close(frame))
@@ -158,7 +158,7 @@ class Agent:
                 await self.call.write(self.seal.close(self.state.beat()))
 
     async def say(self, event: Any) -> None:
-        """Send an event."""
+        """Send an event to the coordinator."""
         self.state.put(m.pack(event))
         await self.flush()
 
@@ -179,14 +179,14 @@ def _all_whole(command: m.Probe) -> list[str]:
 
 
 class Simulation:
-    """The agents of one process, and their actions on the coordinator."""
+    """The agents of one process, and the actions that they perform on request."""
 
     def __init__(self, endpoint: str, first: int, count: int, ranks: int) -> None:
         self._is_first = first == 0
         self._agents = [Agent(endpoint, first + index, ranks) for index in range(count)]
 
     async def live(self, gate: Any) -> None:
-        """Meet, perform the requested action, and end."""
+        """Connect all agents, perform the requested actions, and disconnect."""
         gate.send("ready")
         gate.recv()
         await asyncio.gather(*(agent.meet() for agent in self._agents))
@@ -202,7 +202,7 @@ class Simulation:
         gate.send("ended")
 
     async def _act(self, what: str) -> float:
-        """Perform one action if this process has the agent for it; return when it was due."""
+        """Perform one action if this process has the agent for it; return the time it was due."""
         for agent in self._agents:
             agent.seen.clear()
             agent.started.clear()

@@ -1,9 +1,9 @@
-"""How often `fr-analyze --attach` explains a job that plain torchrun launched.
+"""Measure how often `fr-analyze --attach` explains a hang of a job under plain torchrun.
 
     python -m benchmarks.launcher.attach [--ranks 2 4] [--faults ...] [--json FILE]
 
 Each fault of `attach_job.py` stops rank 1 of a DDP job on Gloo. Once the job hangs, it is examined
-from outside; a row shows whether cause, culprits and line are those of the fault.
+from outside. Each row shows whether the reported cause, culprits and line are those of the fault.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SETTLE_S = 3.0
 
 
 def lines_of(fault: str) -> list[str]:
-    """Return the lines of a fault in the job, as `attach_job.py:47`; [] if it has none."""
+    """Return a fault's lines in the job, such as `attach_job.py:47`; [] if it has none."""
     texts = enumerate(JOB.read_text().splitlines(), 1)
     return [
         f"{JOB.name}:{number}"
@@ -96,7 +96,7 @@ def attach(pid: int, wait_s: float) -> tuple[int, dict[str, object]]:
 
 
 def judge(fault: str, code: int, report: dict[str, object]) -> dict[str, object]:
-    """Compare a report with the truth."""
+    """Compare a report with the injected fault; return the row."""
     verdict = report.get("verdict") or {}
     assert isinstance(verdict, dict)
     lines = lines_of(fault)

@@ -1,8 +1,8 @@
-"""A plain DDP program on Gloo that a fault stops; it does not import echelon.
+"""A plain DDP program on Gloo that hangs because of a fault; it does not import echelon.
 
 torchrun --standalone --nproc-per-node 2 benchmarks/launcher/attach_job.py FAULT
 
-Rank 1 meets the fault at step 5. Each faulty line ends with a comment that names its fault.
+The fault occurs on rank 1 at step 5. Each faulty line ends with a comment that names its fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEP = 5
 
 
 class Rows(Dataset):
-    """Rows of ones, with the loader's faults."""
+    """A dataset of ones, with the faults that occur in a data loader."""
 
     def __len__(self) -> int:
         return 100_000
@@ -39,12 +39,12 @@ class Rows(Dataset):
 
 
 def batches() -> DataLoader:
-    """Return the loader of this fault."""
+    """Return the data loader for the requested fault."""
     return DataLoader(Rows(), batch_size=2, num_workers=2 if fault == "loader_worker" else 0)
 
 
 def save(model: torch.nn.Module) -> None:
-    """Write a checkpoint to a storage that accepts no more than a pipe holds."""
+    """Write a checkpoint to storage that hangs: a pipe that no process reads."""
     path = Path(tempfile.mkdtemp()) / "checkpoint"
     os.mkfifo(path)
     os.open(path, os.O_RDWR)

@@ -1,8 +1,8 @@
-"""Jobs under a launcher, echelon's or torchrun, as `launcher.py` sees them from outside.
+"""Run jobs under echelon's launcher or torchrun and observe them from outside, for `run.py`.
 
-Both launchers get the same options, the same worker and the same environment. A worker logs its
-actions to one file, with the machine's monotonic clock; processes are found by a mark in their
-environment, which all their children inherit.
+Both launchers get the same options, the same worker and the same environment. Workers log their
+actions to one file, with stamps of the machine's monotonic clock. Processes are found by a mark in
+their environment, which all their children inherit.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A launcher that has ended; `code` None: it had to be killed at the limit."""
+    """A launcher that has ended; `code` is None if it had to be killed at the limit."""
 
     code: int | None
     out: str
@@ -119,7 +119,7 @@ class Ended:
 
 
 class Agent:
-    """One node's launcher, in the background."""
+    """One node's launcher, running in the background."""
 
     def __init__(
         self, command: Sequence[str], environ: Mapping[str, str], folder: Path, mark: str
@@ -140,7 +140,7 @@ class Agent:
             )
 
     def pids(self) -> list[int]:
-        """Return all living processes of this node."""
+        """Return the pids of all live processes of this node."""
         return marked(self._mark)
 
     def signal_all(self, number: int) -> None:
@@ -150,7 +150,7 @@ class Agent:
                 os.kill(pid, number)
 
     def end(self, limit_s: float) -> Ended:
-        """Wait for the launcher to end; kill it if it does not."""
+        """Wait for the launcher to end; kill it after `limit_s`."""
         try:
             code: int | None = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -169,7 +169,7 @@ class Agent:
 
 
 class Job:
-    """The nodes of one job under one launcher, the first of which hosts it."""
+    """The nodes of one job under one launcher; the first node hosts the rendezvous."""
 
     def __init__(self, launcher: str, folder: Path, round_number: int) -> None:
         self.launcher = launcher
@@ -187,7 +187,7 @@ class Job:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it runs under `echelon run`."""
+        """True if the job runs under `echelon run`."""
         return self.launcher == "ours"
 
     def start(
@@ -199,7 +199,7 @@ class Job:
         options: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> Agent:
-        """Start the next node with a worker's mode, or `--no-python` and a program in `options`."""
+        """Start the next node's launcher with a worker's mode, or with a program in `options`."""
         number = len(self.agents)
         folder = self.folder / f"node_{number}"
         command = [sys.executable, "-m"]
@@ -231,7 +231,7 @@ class Job:
         return [Event(float(w[0]), w[1], *(int(v) for v in w[2:])) for w in lines if len(w) == 5]
 
     def wait(self, count: int, wanted: Callable[[Event], bool], limit_s: float) -> list[Event]:
-        """Wait until workers have logged `count` such events; return them, [] at the limit."""
+        """Wait until workers have logged `count` such events; return them, or [] at the limit."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             found = [event for event in self.events() if wanted(event)]
@@ -244,7 +244,7 @@ class Job:
         """Wait until `count` workers run.
 
         Raises:
-            RuntimeError: they do not, so nothing can be measured.
+            RuntimeError: they do not start in time, so nothing can be measured.
         """
         if not self.wait(count, lambda event: event.what == "ready", START_S):
             said = "\n".join((a.folder / "agent.err").read_text() for a in self.agents)
@@ -262,7 +262,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(launcher: str, round_number: int) -> Iterator[Job]:
-    """Create a job's folder; at the end, remove it and all processes."""
+    """Create a job's folder; at the end, delete it and kill all processes of the job."""
     with tempfile.TemporaryDirectory(prefix="bench-launcher-") as folder:
         made = Job(launcher, Path(folder), round_number)
         try:
@@ -272,7 +272,7 @@ def job(launcher: str, round_number: int) -> Iterator[Job]:
 
 
 def marked(mark: str) -> list[int]:
-    """Return the living processes with a mark in their environment."""
+    """Return the pids of the live processes with a mark in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -282,7 +282,7 @@ def marked(mark: str) -> list[int]:
 
 
 def seconds_until(condition: Callable[[], bool], limit_s: float) -> float:
-    """Return how long a condition took to become true, infinity at the limit."""
+    """Wait for a condition; return the seconds that it took, or infinity at the limit."""
     start_s = time.monotonic()
     while not condition():
         if time.monotonic() - start_s > limit_s:

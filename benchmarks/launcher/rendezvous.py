@@ -1,16 +1,18 @@
-"""The cost of N agents to the coordinator: meeting, reporting, a stall, a loss, a failure, the end.
+"""Measure the coordinator's cost for N agents: rendezvous, reports, stall, loss, failure and exit.
 
     python -m benchmarks.launcher.rendezvous [--agents 16,64,256,1024] [--ranks 8] [--steady 10]
 
-The coordinator, its server and its decisions are the real ones; agents are simulated, in two
-processes, and start no workers. They meet and report what their ranks show for `--steady` seconds.
-Then, each time to the end of the restart that follows: a rank stalls and all send dumps; a node
-leaves without a word; a rank fails. At last all ranks succeed. Prints a table: seconds to meet, the
-processor time per agent, the share of a core in the steady state, the memory that grew meanwhile,
-and the delay of each decision: of a stall, from the moment its limit is reached to the order to
-collect; of a loss and a failure, from the event to the order to stop, less the pause for victims
-and the 0.1 s until a node whose connection broke is first looked for; each time until it has been
-handed to the last node's connection.
+The coordinator, its server and its decisions are the real ones. The agents are simulated, in two
+processes, and start no workers. They connect, and report the state of their ranks for `--steady`
+seconds. Then three events occur, each followed by a restart: a rank stalls and all agents send
+dumps; a node disconnects without a message; a rank fails. Finally, all ranks succeed.
+
+Prints a table: the seconds to connect all agents, the CPU time per agent, the CPU use in the steady
+state as a fraction of a core, the growth of memory in that state, and the delay of each decision.
+The delay of a stall lasts from the moment at which its limit is reached to the command to collect
+dumps. The delay of a loss or failure lasts from the event to the command to stop, less the pause
+for victims and the 0.1 s before a node whose connection broke is first probed. A delay ends when
+the command has been passed to the last node's connection.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ _ORDERS = {"stall": "Collect", "lose": "Stop", "fail": "Stop"}  # what the coord
 
 
 def measure(num_agents: int, ranks: int = 8, steady_s: float = 0.0) -> Measured:
-    """Let agents meet and report; with `steady_s`, add a stall, a loss and a failure."""
+    """Run agents that connect and exit; with `steady_s`, add reports and the three events."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -100,7 +102,7 @@ def measure(num_agents: int, ranks: int = 8, steady_s: float = 0.0) -> Measured:
 
 
 class _Host:
-    """The coordinator with its server and its store, as the hosting node's agent runs them."""
+    """The coordinator with its server and store, as the hosting node's agent runs them."""
 
     def __init__(self, endpoint: str, num_agents: int, folder: Path, gates: list[Any]) -> None:
         from echelon.launcher.control.conf import beat_s
@@ -135,7 +137,7 @@ class _Host:
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether the job ended as it should."""
+        """True if the job has succeeded."""
         return self._report.exit_code == 0
 
     def _send(self, node: str, command: Any) -> None:
@@ -143,7 +145,7 @@ class _Host:
         self._server.send(node, command)
 
     def ask(self, what: str) -> list[Any]:
-        """Send a request to both processes, and serve until they have answered."""
+        """Send a request to both processes; serve until they have answered, return the answers."""
         for gate in self._gates:
             gate.send(what)
         answers: dict[Any, Any] = {}
@@ -153,7 +155,7 @@ class _Host:
         return [answers[gate] for gate in self._gates]
 
     def serve_for(self, duration_s: float) -> None:
-        """Serve for a while."""
+        """Run the coordinator for `duration_s` seconds."""
         end_s = time.monotonic() + duration_s
         while (left_s := end_s - time.monotonic()) > 0:
             self._serve([], left_s)
@@ -169,7 +171,7 @@ class _Host:
         return [gate for gate in gates if gate in ready]
 
     def close(self) -> None:
-        """End the server and the store."""
+        """Stop the server and the store."""
         self._coordinator.close()
         self._server.close()
         self._store.close()
@@ -183,10 +185,10 @@ class _Silent:
         self.error_columns = terminal.error_columns
 
     def say(self, text: str) -> None:
-        """Drop a line."""
+        """Discard a line."""
 
     def write_error(self, text: str) -> None:
-        """Drop lines."""
+        """Discard error output."""
 
 
 def _cpu_s() -> float:
@@ -200,7 +202,7 @@ def _rss_mib() -> float:
 
 
 def in_fresh_process(num_agents: int, ranks: int = 8, steady_s: float = 0.0) -> Measured:
-    """Measure in a separate process: gRPC's event loop belongs to the first one that uses it."""
+    """Measure in a fresh process, because gRPC's event loop belongs to the first that uses it."""
     call = f"measure({num_agents}, {ranks}, {steady_s})"
     code = f"from benchmarks.launcher.rendezvous import measure; print(*{call})"
     process = subprocess.Popen(
@@ -220,7 +222,7 @@ def in_fresh_process(num_agents: int, ranks: int = 8, steady_s: float = 0.0) -> 
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure each number of agents and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--agents", default="16,64,256,1024")
     parser.add_argument("--ranks", type=int, default=8)

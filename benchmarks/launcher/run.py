@@ -1,12 +1,12 @@
 """Probe echelon's launcher and torchrun side by side: leftovers, times, and blamed ranks.
 
-    python -m benchmarks.launcher.run                       # every row, some twelve minutes
+    python -m benchmarks.launcher.run                       # every row, about twelve minutes
     python -m benchmarks.launcher.run --only exit_code,agent_killed --rounds 1
     python -m benchmarks.launcher.run --list
 
-Every row is one probe, run in turn under both launchers with the same worker (`launched.py`); every
-probe is bounded in time. A row in which torchrun always hits the limit is run once for it. Without
-torch, only echelon's column is measured.
+Every row is one probe, run in turn under both launchers with the same worker (`launched.py`). Every
+probe has a time limit. If torchrun always hits the limit in a row, it runs the row only once.
+Without torch, only echelon's column is measured.
 """
 # ruff: noqa: D103 -- each probe's row in PROBES says what it does
 
@@ -194,7 +194,7 @@ int gettimeofday(struct timeval *t, void *zone) {
 
 
 def shifted_clock(folder: Path) -> Path:
-    """Build a library that shifts the wall clock of a process and of all that it starts."""
+    """Build a preload library that shifts the wall clock of a process and its descendants."""
     source, library = folder / "clock.c", folder / "clock.so"
     source.write_text(_CLOCK)
     command = ["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
@@ -227,7 +227,7 @@ def _answers(port: int) -> bool:
 
 
 def _pour(port: int, data: bytes) -> None:
-    """Write bytes to a port, like a client that speaks no protocol."""
+    """Write bytes to a port, like a client that does not implement the protocol."""
     with socket.socket() as peer:
         peer.settimeout(2)
         try:
@@ -243,7 +243,7 @@ def _store_port(folder: Path) -> int:
 
 
 def _try_to_write_key(port: int, data: bytes) -> None:
-    """Set torch's rendezvous key, if torch is here; being refused is a good answer."""
+    """Set torch's rendezvous key, if torch is installed; ignore a refusal."""
     code = (
         "import sys; from benchmarks.launcher.torch_agents import write_key; "
         "write_key(int(sys.argv[1]), 'torch.rendezvous.bench', bytes.fromhex(sys.argv[2]))"
@@ -255,7 +255,7 @@ def _try_to_write_key(port: int, data: bytes) -> None:
 
 
 def meet(num_agents: int, limit_s: float) -> Callable[[Job], float]:
-    """Return the probe of a rendezvous; agents are simulated on both sides."""
+    """Return the probe of a rendezvous of simulated agents, under either launcher."""
 
     def probe(made: Job) -> float:
         if made.is_ours:
@@ -274,7 +274,7 @@ def meet(num_agents: int, limit_s: float) -> Callable[[Job], float]:
 
 
 def seconds(limit_s: float) -> Callable[[Sequence[float]], str]:
-    """Return how a row of times is summarised: the median."""
+    """Return a function that formats a row of times as their median."""
 
     def tell(values: Sequence[float]) -> str:
         middle = statistics.median(values)
@@ -327,7 +327,7 @@ class Probe:
     peer_rounds: int | None = None  # None: as many as ours; 0: not measured
 
     def needs(self) -> str:
-        """Return what is missing to run it, "" if nothing is."""
+        """Return what is missing to run the probe, or "" if nothing is."""
         missing = self.name == "clocks_apart" and shutil.which("cc") is None
         return "a C compiler" if missing else ""
 
@@ -408,7 +408,7 @@ PROBES = (
 
 
 def as_case(probe: Probe, launchers: Sequence[str], rounds: int | None) -> Case:
-    """Return what the runner measures for a row: its probe under each launcher."""
+    """Return the runner's case for a row: its probe under each launcher."""
 
     def run(launcher: str, number: int) -> float:
         with job(launcher, number) as made:

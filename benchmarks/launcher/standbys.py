@@ -1,10 +1,10 @@
-"""Time from a rank's kill to the next attempt's first step, without and with `--standby`.
+"""Time a rank's kill to the next attempt's first step, without and with `--standby`.
 
     python -m benchmarks.launcher.standbys --rounds 5 --keep launcher/standbys
 
-Jobs of two ranks on one node take steps of 20 ms. Once the standbys are ready (without them, after
-as long as it took with them before), rank 1 is killed. One program imports torch and echelon, the
-other one NumPy and echelon. The sides run in turn.
+Jobs of two ranks on one node take steps of 20 ms. Rank 1 is killed 5 s after both ranks have taken
+two steps and any standbys are ready. One program imports torch and echelon, the other one NumPy and
+echelon. The variants run in turn.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _IMPORTS = {"torch": "import torch", "NumPy": ""}
 
 
 def restart(imports: str, num_standbys: int) -> Mapping[str, float]:
-    """Kill a rank of a job; return the seconds to each event of the next attempt."""
+    """Kill a rank of a job; return the seconds until each event of the next attempt."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         (folder / "train.py").write_text(_PROGRAM.format(imports=imports))

@@ -1,7 +1,7 @@
-"""torchrun's side of two rows of `launcher.py`: the meeting of N agents, and its pickled key.
+"""Measure torchrun in two rows of `run.py`: the rendezvous of N agents, and its pickled key.
 
-Agents are threads of two processes with torch's own c10d rendezvous handler, each with a store
-client of its own, as in one agent a node. They start no workers.
+Agents are threads of two processes that run torch's own c10d rendezvous handler. Each has a store
+client of its own, as with one agent per node. They start no workers.
 
     python -m benchmarks.launcher.torch_agents 64 [LIMIT_S]
 """
@@ -24,7 +24,7 @@ _KEY = f"torch.rendezvous.{_RUN_ID}"
 
 
 class MakeFolder:
-    """Creates a folder when unpickled: a harmless sign that a peer's bytes were executed."""
+    """An object that creates a folder when unpickled, which shows that its bytes were executed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,7 +34,7 @@ class MakeFolder:
 
 
 def hostile_bytes(path: Path) -> list[bytes]:
-    """Return hostile bytes: a pickle that creates the folder `path`, followed by garbage."""
+    """Return a list of hostile bytes: a pickle that creates the folder `path`, and garbage."""
     pickled = pickle.dumps(MakeFolder(path))
     return [base64.b64encode(pickled), pickled, b"\x80\x04garbage", bytes(range(256)) * 8]
 
@@ -48,7 +48,7 @@ def write_key(port: int, key: str, value: bytes) -> None:
 
 
 def simulate(port: int, count: int, total: int, limit_s: float, gate: Any) -> None:
-    """Run `count` agents of `total`; return when all of them have met, None at the limit."""
+    """Run `count` of `total` agents; send the time at which the last one joined, or None."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
@@ -76,7 +76,7 @@ def simulate(port: int, count: int, total: int, limit_s: float, gate: Any) -> No
 
 
 def measure(num_agents: int, limit_s: float) -> float:
-    """Return seconds until all agents have met, infinity at the limit."""
+    """Return the seconds until all agents have met, or infinity at the limit."""
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

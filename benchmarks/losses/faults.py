@@ -1,4 +1,4 @@
-"""What a rank of the campaign does to itself, to other ranks or to nodes, as its plan says."""
+"""Inject the faults of a campaign's plan from inside a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Faults:
-    """What this rank does to itself, to other ranks or to nodes."""
+    """The faults that this rank injects into itself, other ranks or nodes."""
 
     def __init__(self, folder: Path, rank: int, plan: Mapping[str, Any]) -> None:
         self._folder, self._rank, self._cut = folder, rank, plan["cut"]
@@ -26,18 +26,18 @@ class Faults:
         self.step = -1
 
     def at(self, moment: str) -> None:
-        """Cause what the plan has for this moment of this step or an earlier one."""
+        """Inject the faults planned for this moment of this step or an earlier one."""
         for marker, fault in self._left:
             if fault["moment"] == moment and fault["step"] <= self.step:
                 self._fire(marker, fault)
 
     def begin(self, step: int) -> None:
-        """Begin a step, in which a fault may occur at a time that no code chooses."""
+        """Begin a step, and start the timers of the faults planned within it."""
         self.step = step
         self._after(" us")
 
     def begin_save(self) -> None:
-        """Begin a save, in which a fault may occur at a time that no code chooses."""
+        """Begin a save, and start the timers of the faults planned within it."""
         self._after(" us of a save")
 
     def _after(self, unit: str) -> None:

@@ -1,4 +1,4 @@
-"""One training of the campaign, on one host or on hosts of its own, and its record."""
+"""Run one training of the campaign, on one host or several, and return its record."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TAIL = 4000  # characters of each node's output, where a training failed
 
 
 def train(plan: Plan, folder: Path) -> Record:
-    """Run one training; return what it ended with, and how long each of its losses took."""
+    """Run one training; return its record, with its result and the time of each recovery."""
     folder.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         machines = stack.enter_context(hosts(plan.num_nodes)) if plan.layout == HOSTS else []
@@ -54,7 +54,7 @@ class _Job:
         self._left: list[int] = []  # processes that survive their launchers
 
     def run(self) -> None:
-        """Start the nodes, and wait until they end or take far too long."""
+        """Start the nodes, and wait until they end or reach the time limit."""
         cut = [one.command_to_cut() for one in self._machines]
         written = {**asdict(self._plan), "total": TOTAL, "save_every": SAVE_EVERY, "cut": cut}
         (self._folder / "plan.json").write_text(json.dumps(written))
@@ -91,14 +91,14 @@ class _Job:
         return ["run", *options, *script]
 
     def close(self) -> None:
-        """End what still runs."""
+        """Kill all remaining processes."""
         for node in self._nodes:
             if _code(node) is None:
                 node.kill()  # its guard ends its ranks
             node.wait() if isinstance(node, subprocess.Popen) else node.join()
 
     def record(self) -> Record:
-        """Return the record; `failed` says what is wrong with it, apart from the bits."""
+        """Return the record; `failed` lists everything that is wrong except differing bits."""
         struck = struck_by(self._plan, self._folder)
         hashes = {int(path.stem): path.read_text() for path in self._folder.glob("*.hash")}
         codes = [_code(node) for node in self._nodes]
@@ -142,12 +142,12 @@ class _Job:
             yield f"{len(self._left)} processes survived their launchers"
 
     def _loss(self, loss: Loss) -> Record:
-        """Return a loss; where torchrun restarts, the lost rank takes part in the next step."""
+        """Return the record of a loss; under torchrun, all ranks take part in the next step."""
         restarts = self._plan.layout == TORCHRUN
         return recovery(self._folder, loss, () if restarts else loss.fault.ranks, restarts=restarts)
 
     def _said(self) -> list[str]:
-        """Return what the first launcher reports of losses."""
+        """Return the first launcher's output lines about losses."""
         return [
             line for line in lines_of(self._folder / "node_0.log")
             if line.startswith("echelon: ") and ("continu" in line or "hangs" in line)
@@ -169,12 +169,12 @@ def _torchrun(
 
 
 def _code(node: BaseProcess | subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code, or None while the node still runs."""
+    """Return a node's exit code, or None while it still runs."""
     return node.poll() if isinstance(node, subprocess.Popen) else node.exitcode
 
 
 def _left(machine: Host) -> list[int]:
-    """Return the processes of a host that have not ended some time after their launchers."""
+    """Return the pids of a host's processes that outlive their launchers by `_LEFT_S`."""
     due_s = time.monotonic() + _LEFT_S
     while True:
         listed = subprocess.run(
@@ -187,7 +187,7 @@ def _left(machine: Host) -> list[int]:
 
 
 def reference(folder: Path) -> str:
-    """Return the hash of the training on one rank, without a loss."""
+    """Return the hash of the training on one rank without losses."""
     plan = Plan(
         layout="reference", number=0, num_nodes=1, ranks_per_node=1, is_sharded=False, faults=()
     )

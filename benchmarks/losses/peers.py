@@ -3,15 +3,15 @@
     python -m benchmarks.losses.peers                # 5 kills under each
     python -m benchmarks.losses.peers --table        # of all records so far
 
-The model, its samples and the kills are the same: which rank, in which step and where in it is
-drawn from the training's number. What is compared runs in turn, in another order for each number.
-torchrun restarts the same program, which saves its state at each step. A time is that from the kill
-to the next step committed without the lost rank, less the training's median time between two
-commits. Weights and optimizer state must have the hash of an undisturbed training under the same
-software. Without torchft, it is left out.
+All contenders have the same model, samples and kills: the rank, the step and the moment in it are
+drawn from the training's number. The contenders run in turn, in a different order for each number.
+torchrun restarts the same program, which saves its state at each step. A recovery time lasts from
+the kill to the next step committed without the lost rank, less the training's median time between
+two commits. Weights and optimizer state must have the hash of an undisturbed training under the
+same software. If torchft is not installed, it is skipped.
 
 Records are lines of JSON, appended as each training ends; a training with a record is not run
-again. The table is kept for the docs: `make bench-docs` puts it into the page.
+again. The table is stored for the docs: `make bench-docs` inserts it into the page.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NAMES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 1 if a training failed, or one of echelon has other bits."""
+    """Run the command line; return 1 if a training failed or one of echelon's has wrong bits."""
     options = _options(arguments)
     if not options.table:
         run(options)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the trainings that have no record, as far as the options allow."""
+    """Run the trainings that have no record, within the limits of the options."""
     layouts = [HOST, TORCHRUN]
     if importlib.util.find_spec("torchft") is None:
         print("torchft is not installed: only the others are measured", file=sys.stderr)
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 class _Undisturbed:
-    """What each training ends with where nothing is lost; made when it is first asked for."""
+    """The results of trainings without losses, computed on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -99,12 +99,12 @@ class _Undisturbed:
         self._theirs: dict[str, tuple[str, Path]] = {}
 
     def of_echelon(self) -> str:
-        """Return the hash of one rank, which is that of any number of ranks."""
+        """Return the hash of echelon's training on one rank, the same for any number of ranks."""
         self._ours = self._ours or job.reference(self._folder / "reference")
         return self._ours
 
     def of_torchft(self, layout: str) -> tuple[str, Path]:
-        """Return the hash of three replicas with one kind of group, and the file of weights."""
+        """Return the hash of three replicas with a layout's group, and their file of weights."""
         group = torchft.SETTINGS[layout].group
         if group not in self._theirs:
             name = next(one for one, how in torchft.SETTINGS.items() if how.group == group)
@@ -133,7 +133,7 @@ def _record(plan: Plan, top: Path, undisturbed: _Undisturbed) -> Record:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Return one row for each of what is compared."""
+    """Return the table, with one row per contender."""
     by_layout = {layout: [one for one in records if one["layout"] == layout] for layout in _NAMES}
     rows = [_row(layout, found) for layout, found in by_layout.items() if found]
     columns = ["", "kills", "finished", "same bits", "samples left out", "median", "largest"]
@@ -162,7 +162,7 @@ def _row(layout: str, records: Sequence[Record]) -> list[str]:
 
 
 def _left_out(records: Sequence[Record]) -> str:
-    """Return how many micro-batches no committed step has; the same bits have all of them."""
+    """Return the number of micro-batches in no committed step; equal bits imply 0."""
     found = [one.get("samples_left_out", 0 if is_right(one) else None) for one in records]
     known = [one for one in found if one is not None]
     return str(sum(known)) if len(known) == len(found) else "-"

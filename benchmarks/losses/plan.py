@@ -1,7 +1,7 @@
-"""What each training of the campaign loses, and when: drawn from its number alone.
+"""Draw the losses of each training of the campaign, and their times, from its number alone.
 
 A training on one host has five ranks; one on three hosts (network namespaces) has two on each. The
-first host holds the job's store, so its launcher is never taken; its ranks may be.
+first host holds the job's store, so its launcher is never lost, but its ranks may be.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class Fault:
     Attributes:
         how: "kill" or "stop" (a signal), "hang" (in a lock of the program), "kill node" (its
             launcher and all of its ranks) or "cut" (its link).
-        ranks: all that are lost; the first one's progress decides when.
-        nodes: whose launchers or links are taken.
-        moment: the place in the program, or "N us" after the start of a step, or of a "save".
-        step: the step, or the first one that reaches this place later.
+        ranks: all ranks that are lost; the first one's progress determines the time.
+        nodes: the nodes whose launchers are killed or whose links are cut.
+        moment: the place in the program, or "N us" after the start of a step, or "N us of a save".
+        step: the step of the fault; it occurs in the first step from this one that reaches the
+            place.
     """
 
     how: str
@@ -57,12 +58,12 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The name under which it is recorded."""
+        """The training's name in records."""
         return f"{self.layout} {self.number}"
 
 
 def plan_of(layout: str, number: int) -> Plan:
-    """Return the plan of one training; every other one is sharded."""
+    """Return the plan of one training; every second one is sharded."""
     draw = random.Random(f"{layout} {number}")
     is_sharded = number % 2 == 1 and layout != TORCHRUN
     faults = _Faults(draw, is_sharded=is_sharded)
@@ -80,7 +81,7 @@ def plan_of(layout: str, number: int) -> Plan:
 
 
 class _Faults:
-    """Draws faults of one training, each no earlier than the one before."""
+    """A generator of one training's faults, each no earlier than the previous one."""
 
     def __init__(self, draw: random.Random, *, is_sharded: bool) -> None:
         self.draw = draw
@@ -128,7 +129,7 @@ class _Faults:
 
 
 def _ranks(faults: _Faults, number: int) -> Iterator[Fault]:
-    """Lose three or four of five ranks, in two of three trainings one by a stop or a hang."""
+    """Lose three or four of five ranks; in two of three trainings, one by a stop or a hang."""
     draw = faults.draw
     first, *others = draw.sample(range(5), draw.randint(3, 4))
     yield (faults.kill, faults.stop, faults.hang)[number % 3](first)
@@ -137,7 +138,7 @@ def _ranks(faults: _Faults, number: int) -> Iterator[Fault]:
 
 
 def _nodes(faults: _Faults) -> Iterator[Fault]:
-    """Lose one or both of the other nodes, and ranks before them and after."""
+    """Lose one or both of the nodes without the store, and ranks before and after."""
     draw = faults.draw
     left = {node: [2 * node, 2 * node + 1] for node in range(3)}
     order = draw.choice(((1,), (2,), (1, 2), (2, 1), (1, 2), (2, 1)))
@@ -150,16 +151,16 @@ def _nodes(faults: _Faults) -> Iterator[Fault]:
 
 
 def _one_of(faults: _Faults, left: dict[int, list[int]], draw: random.Random) -> Fault:
-    """Lose one rank of a node that keeps another one."""
+    """Lose one rank of a node on which another rank remains."""
     ranks = left[draw.choice([node for node, ranks in left.items() if len(ranks) > 1])]
     rank = ranks.pop(draw.randrange(len(ranks)))
     return faults.hang(rank) if draw.random() < 0.2 else faults.kill(rank)
 
 
 def _both_copies(faults: _Faults) -> Iterator[Fault]:
-    """Lose all ranks of two of the three hosts at once, some of them before.
+    """Lose all ranks of two of the three hosts at once, after losing some of them earlier.
 
-    A rank's copies are on its own host and on the next one, so that one of both hosts' are lost.
+    A rank's copies are on its own host and on the next one, so both copies of some shards are lost.
     """
     draw = faults.draw
     left = {node: [2 * node, 2 * node + 1] for node in range(3)}
@@ -174,7 +175,7 @@ def _both_copies(faults: _Faults) -> Iterator[Fault]:
 def compared(layout: str, number: int) -> Plan:
     """Return a training in which one of three ranks is killed, the same in each layout.
 
-    Kept apart from `plan_of`, whose draws are on record.
+    Separate from `plan_of`, whose draws must not change because records of them exist.
     """
     draw = random.Random(f"compared {number}")
     moment = draw.choice(("forward", "backward", "optimizer", "us", "us", "us"))

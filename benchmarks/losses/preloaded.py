@@ -1,9 +1,9 @@
-"""Launchers and ranks that find torch loaded, so that a training does not wait for its imports.
+"""Start launchers and ranks with torch already loaded, so that trainings do not wait for imports.
 
-Loading torch takes a rank 5 s of processor time, six times as much as the training itself. So the
-launchers are forked from a process that has loaded it. They differ from `echelon run` in one thing:
-where a launcher starts its guard, and where the guard starts a rank, the new process continues in
-the forked interpreter instead of a new one. What `exec` does to a process besides is done here.
+Loading torch takes 5 s of CPU time per rank, six times as much as the training itself. Therefore,
+the launchers are forked from a process that has loaded it. They differ from `echelon run` in one
+respect: when a launcher starts its guard, or the guard starts a rank, the new process continues in
+the forked interpreter instead of a new one. This module imitates the other effects of `exec`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _register = atexit.register
 
 
 def also(*modules: str) -> None:
-    """Load more modules; call it before anything is started."""
+    """Load more modules. Call this before starting any process."""
     _context.set_forkserver_preload([*_PRELOADED, *modules])
 
 
@@ -53,8 +53,8 @@ def start(
     """Start `echelon ARGV`; return its process, whose pid is the launcher's.
 
     Args:
-        log: receives its output.
-        namespace: the network namespace in which it runs; "" means this one.
+        log: the file for the launcher's output.
+        namespace: the network namespace in which it runs; "" means the current one.
     """
     process = _context.Process(
         target=_become_launcher, args=([*argv], {**environ}, str(log), namespace)
@@ -83,7 +83,7 @@ def _note_and_register(function: Callable[..., Any], *args: Any, **options: Any)
 
 
 class _Guard:
-    """A guard in a fork of its launcher, as `Workers` uses it."""
+    """A guard that runs in a fork of its launcher, with the interface that `Workers` uses."""
 
     def __init__(self, fd: int) -> None:
         self.pid = os.fork()
@@ -157,7 +157,7 @@ def _code_of(program: Callable[[], Any]) -> int:
 
 
 def _close_on_exec() -> None:
-    """Close what `exec` closes; the objects that own these descriptors stay on the stack."""
+    """Close the descriptors that `exec` closes; their owners stay alive on the stack."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 -- a generator has one of its own
         with contextlib.suppress(OSError):
             if fcntl.fcntl(int(name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:

@@ -1,6 +1,6 @@
-"""A training whose ranks lose themselves, or their nodes, as a plan says; see `plan`.
+"""Train as one rank that injects a plan's losses of ranks and nodes; see `plan`.
 
-Without the launcher's protection it saves its state at each step, and continues from there.
+Without the launcher's protection, it saves its state at each step and resumes from it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Training:
             SAVED.with_suffix(".part").replace(SAVED)
 
     def _resume(self) -> int:
-        """Load what a restarted attempt without protection has saved; return its first step."""
+        """Load the last saved state in an attempt without protection; return its first step."""
         if IS_PROTECTED or not SAVED.exists():
             return 0
         saved = torch.load(SAVED, weights_only=True)
@@ -97,7 +97,7 @@ class Training:
         return int(saved["step"])
 
     def _load(self) -> int:
-        """Load the checkpoint after all copies of a shard are lost."""
+        """Load the checkpoint after all copies of a shard have been lost; return its step."""
         step = int(checkpoint.load(SAVED, self._state(0))["step"])
         with (FOLDER / f"{RANK}.loads").open("a") as loads:
             loads.write(f"{step} {time.monotonic()}\n")
@@ -120,7 +120,7 @@ def _before_copies_complete(faults: Faults) -> None:
 
 
 def main() -> None:
-    """Train, and lose what is planned."""
+    """Train, and inject the planned losses."""
     torch.set_num_threads(1)
     (FOLDER / f"{RANK}.pid").write_text(str(os.getpid()))
     dist.init(timeout_s=300)  # what is imported on demand would look like a stall after it

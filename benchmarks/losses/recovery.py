@@ -1,4 +1,4 @@
-"""How long a training took to go on after a loss, from the files that its ranks wrote."""
+"""Compute a training's recovery times from the files that its ranks wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.losses.plan import Fault, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A fault that struck, in which step of its first rank, and when."""
+    """A fault that occurred, with its time and its first rank's step."""
 
     fault: Fault
     step: int
@@ -22,7 +22,7 @@ class Loss:
 
 
 def struck_by(plan: Plan, folder: Path) -> list[Loss]:
-    """Return the faults of the plan that struck."""
+    """Return the faults of the plan that occurred."""
     return list(_struck(plan, folder))
 
 
@@ -37,12 +37,12 @@ def _struck(plan: Plan, folder: Path) -> Iterator[Loss]:
 def recovery(
     folder: Path, loss: Loss, lost: Sequence[int], *, restarts: bool = False
 ) -> dict[str, Any]:
-    """Return a loss as it is recorded.
+    """Return the record of a loss.
 
-    Its time is that to the next commit of a step which was trained without the `lost` ranks, less
-    the training's median time between two commits. If all ranks restart, it is the lost rank's next
-    commit, since the others may still commit a step that it had finished. `checkpoint` is the step
-    that was loaded before, if any.
+    `took_s` lasts until the next commit of a step that was trained without the `lost` ranks, less
+    the training's median time between two commits. If all ranks restart, the lost rank's next
+    commit counts, because the others may still commit a step that it had finished. `checkpoint` is
+    the step of the checkpoint that was loaded in between, if any.
     """
     commits = {
         int(path.stem): [_commit(line) for line in lines_of(path)]
@@ -64,11 +64,11 @@ def _loaded(folder: Path, since_s: float, until_s: float) -> int | None:
 
 
 def _commit(line: str) -> tuple[float, set[int]]:
-    """Return when a step was committed, and the ranks that were lost when it was trained."""
+    """Parse a commit's line; return its time and the ranks that the step was trained without."""
     _, at_s, *lost = line.split()
     return float(at_s), {int(rank) for rank in ",".join(lost).split(",") if rank}
 
 
 def lines_of(path: Path) -> list[str]:
-    """Return a file's lines; none if there is no such file."""
+    """Return a file's lines, or [] if it does not exist."""
     return path.read_text(errors="replace").splitlines() if path.exists() else []

@@ -1,9 +1,9 @@
-"""The campaign's training under torchft: one replica, in a process of its own.
+"""Run the campaign's training under torchft, as one replica in a process of its own.
 
-A step's micro-batches are divided among the replicas of torchft's quorum. So a step that torchft
-does not commit is computed again by those that are left, with the samples of the lost one. Beside
-the gradients, the replicas sum the number of their micro-batches: that is how many samples a step
-that was committed has.
+A step's micro-batches are distributed over the replicas of torchft's quorum. If torchft does not
+commit a step, the remaining replicas therefore repeat it, including the lost replica's samples.
+Along with the gradients, the replicas sum the numbers of their micro-batches, which yields the
+number of samples in each committed step.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _START_S = 300.0
 def main(
     folder: Path, rank: int, plan: Mapping[str, Any], lighthouse: str, all_here: Barrier
 ) -> None:
-    """Train, and lose what is planned.
+    """Train, and inject the planned losses.
 
     Args:
-        plan: has `group` ("gloo" or "echelon") and `timeout_s` besides what `Plan` has.
-        lighthouse: the address of torchft's server.
-        all_here: where the replicas wait for one another before the first step.
+        plan: the fields of `Plan`, plus `group` ("gloo" or "echelon") and `timeout_s`.
+        lighthouse: the address of torchft's lighthouse server.
+        all_here: the barrier at which the replicas wait for each other before the first step.
     """
     _die_with_the_test()
     log = os.open(folder / f"node_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -83,7 +83,7 @@ class _Training:
         self._plain, self._optimizer = plain, OptimizerWrapper(self._manager, plain)
 
     def run(self) -> None:
-        """Train all steps, and keep the weights and their hash."""
+        """Train all steps, and save the weights and their hash."""
         with (self._folder / f"{self._rank}.commits").open("a", buffering=1) as commits:
             while self._manager.current_step() < self._plan["total"]:
                 line = self._step()
@@ -95,7 +95,7 @@ class _Training:
         self._manager.shutdown(wait=False)
 
     def _step(self) -> str:
-        """Return the line of a step that was committed; "" if it was not."""
+        """Train one step; return its line for the log, or "" if it was not committed."""
         self._optimizer.zero_grad()  # asks for a quorum
         place = self._manager.participating_rank() or 0  # known once there is one
         num_places = self._manager.num_participants()

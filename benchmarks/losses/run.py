@@ -6,14 +6,14 @@
     python -m benchmarks.losses.run --table               # of all records so far
 
 A training has a layout and a number, from which its losses are drawn: see `plan`. At its end, the
-hash of weights and optimizer state must be that of one rank which nothing disturbed. A time is that
-from the loss to the next commit of a step which was trained without the lost ranks, less the
-training's median time between two commits.
+hash of weights and optimizer state must equal that of an undisturbed training on one rank. A
+recovery time lasts from the loss to the next commit of a step that was trained without the lost
+ranks, less the training's median time between two commits.
 
 Records are lines of JSON, appended as each training ends. A training with a record is not run
-again, whatever it ended with. The table is kept for the docs: `make bench-docs` puts it into the
-page. The peer is torchrun with `--max-restarts`: the same program saves its state at each step
-there, and one rank is killed per training.
+again, whatever its result. The table is stored for the docs: `make bench-docs` inserts it into the
+page. The peer is torchrun with `--max-restarts`: there, the same program saves its state at each
+step, and one rank is killed per training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TABLE = RESULTS / "losses" / "losses.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 1 if a training failed, or ended with other bits."""
+    """Run the command line; return 1 if a training failed or ended with wrong bits."""
     options = _options(arguments)
     if not options.table:
         run(options)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the trainings that have no record, as far as the options allow."""
+    """Run the trainings that have no record, within the limits of the options."""
     until_s = time.monotonic() + 60 * options.minutes
     options.out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="losses-"))
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _expected(out: Path, folder: Path) -> str:
-    """Return the bits of the undisturbed training, which depend on processor and torch."""
+    """Return the hash of the undisturbed training, which depends on the processor and torch."""
     conditions = Conditions(peers=("torch",)).told()
     machine = [conditions["processor"], conditions["peers"]]
     for record in read(out):
@@ -104,7 +104,7 @@ def _plans(options: argparse.Namespace) -> Iterator[Plan]:
 def measured(
     train: Callable[[], Record], expected: str, peers: Sequence[str] = ("torch",)
 ) -> Record:
-    """Run a training; return its record with what it should have ended with, and conditions."""
+    """Run a training; return its record with the expected hash and the conditions."""
     conditions, commit, began_s = Conditions(peers=peers), _commit(), time.monotonic()
     return {
         **train(),
@@ -116,7 +116,7 @@ def measured(
 
 
 def described(record: Record) -> str:
-    """Return a record in one line, for people."""
+    """Format a record as one line of text."""
     losses = [
         f"{one['how']} {list(one['ranks'])} {one['moment']} at {one['at_step']}: "
         + (f"{one['took_s']:.2f} s" if one["took_s"] is not None else "no further commit")
@@ -137,7 +137,7 @@ def _commit() -> str:
 
 
 def read(path: Path) -> list[Record]:
-    """Return all records."""
+    """Return all records in a file."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
 

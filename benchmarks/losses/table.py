@@ -1,4 +1,4 @@
-"""The table of losses by kind, from their records."""
+"""Build the table of losses by kind from the records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = (
 
 
 def kind_of(layout: str, loss: Mapping[str, Any]) -> str:
-    """Return the row that a loss belongs to; both copies were lost if the checkpoint was loaded."""
+    """Return the row of a loss; if the checkpoint was loaded, both copies had been lost."""
     if loss["checkpoint"] is not None:
         return f"{layout}: both copies of a shard, {'nodes' if loss['nodes'] else 'ranks'} killed"
     if loss["nodes"]:
@@ -32,12 +32,12 @@ def kind_of(layout: str, loss: Mapping[str, Any]) -> str:
 
 
 def is_right(record: Record) -> bool:
-    """Return whether a training ended as it must, with the bits of the undisturbed one."""
+    """Return whether a training succeeded with the bits of the undisturbed one."""
     return "failed" not in record and record["bits"] == [record["expected"]]
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Return one row per kind of loss."""
+    """Return the table, with one row per kind of loss."""
     rows = [_row(kind, list(_of(kind, records))) for kind in KINDS]
     rows = [row for row in rows if row[1] != "0"]
     columns = ["what was lost", "losses", "ranks", "same bits", "median", "largest"]
@@ -51,7 +51,7 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def num_losses(records: Sequence[Record]) -> int:
-    """Return how many losses have struck."""
+    """Return the number of losses that have occurred."""
     return sum(len(one["losses"]) for one in records)
 
 

@@ -1,6 +1,6 @@
-"""One training of three replicas under torchft, and its record. Needs torchft.
+"""Run one training of three replicas under torchft, and return its record. Needs torchft.
 
-Replicas are forked from a process that has loaded torch and torchft, as the other trainings' are.
+As in the other trainings, replicas are forked from a process that has loaded torch and torchft.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _TAIL = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How torchft is set up.
+    """The settings of torchft.
 
     Attributes:
         group: the replicas' process group: torchft's "gloo", or "echelon".
-        timeout_s: of the manager's operations and of the group's.
-        heartbeat_timeout_ms: after which the lighthouse counts a replica as dead.
+        timeout_s: the timeout of the manager's and the group's operations.
+        heartbeat_timeout_ms: the time without heartbeats until the lighthouse considers a replica
+            dead.
         join_timeout_ms: how long the lighthouse waits for replicas that still send heartbeats.
-        quorum_tick_ms: how often the lighthouse looks whether there is a quorum.
+        quorum_tick_ms: the interval at which the lighthouse checks for a quorum.
     """
 
     group: str
@@ -55,9 +56,9 @@ SETTINGS = {
 
 
 def train(plan: Plan, folder: Path) -> dict[str, Any]:
-    """Run one training under the settings that the plan's layout names; return its record.
+    """Run one training with the settings named by the plan's layout; return its record.
 
-    `samples_left_out` counts the micro-batches that are in no step which was committed.
+    `samples_left_out` counts the micro-batches that are in no committed step.
     """
     folder.mkdir(parents=True)
     codes = _run(plan, folder)
@@ -131,7 +132,7 @@ def _counts(folder: Path) -> Iterator[tuple[int, int]]:
 
 
 def distance(folder: Path, undisturbed: Path) -> float:
-    """Return how far the final weights are from those in a file, relative to their norm."""
+    """Return the distance of the final weights from those in a file, relative to their norm."""
     import torch
 
     def vector(path: Path) -> Any:

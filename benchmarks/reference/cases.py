@@ -1,4 +1,4 @@
-"""The cases to measure: one row per case, each compared with the eager one of its kind."""
+"""The cases to measure, one row each, compared with the eager case of the same kind."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How a model is run.
+    """One way to run a model.
 
     Attributes:
-        name: name of the row.
+        name: the row's name.
         compiled: "" (eager), "whole" or "blocks".
-        backend: of torch.compile.
-        mode: of torch.compile: "max-autotune" or "".
-        dtype: "float32", or a 16-bit type to compute in by autocast, with float32 weights.
+        backend: torch.compile's backend.
+        mode: torch.compile's mode: "max-autotune" or "".
+        dtype: "float32", or a 16-bit type for autocast with float32 weights.
         attention: "causal", an SDPA backend's name, "document" or "window" (SDPA with a mask), or
             "flex document", "flex window".
-        trains: forward, backward and optimizer; otherwise only the forward, without gradients.
-        lengths: "fixed", or "varied": every iteration has a different number of tokens.
-        dynamic: of torch.compile.
-        autograd: the backward is compiled by Compiled Autograd.
-        sharded: `fully_shard` around each block and the model, on a world of one rank.
-        peer: the row to which the ratio refers.
+        trains: True for forward, backward and optimizer; False for the forward without gradients.
+        lengths: "fixed", or "varied" if every iteration has a different number of tokens.
+        dynamic: torch.compile's argument `dynamic`.
+        autograd: True if Compiled Autograd compiles the backward.
+        sharded: True to apply `fully_shard` to each block and the model, in a world of one rank.
+        peer: the row to which the ratio is relative.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Case:
     peer: str = "eager"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the fields as a plain dict."""
         return asdict(self)
 
 

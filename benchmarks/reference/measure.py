@@ -1,4 +1,4 @@
-"""Run as the process of one case: start cold, iterate, print the results as one line of JSON."""
+"""Run one case in its own process: start cold, iterate, print the results as a line of JSON."""
 
 # ruff: noqa: D103 -- read top-down from measure()
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHARACTERS = 65  # as many as Shakespeare's text has
 
 
 def configuration(model: str) -> ModelConfig:
-    """Return nanoGPT's character model (10.65M without its positions), or GPT-2 small (124M)."""
+    """Return the sizes of nanoGPT's character model (10.65M, no positions) or GPT-2 (124M)."""
     if model == "gpt2":
         return gpt2(vocabulary=50_304)
     return gpt2(
@@ -41,7 +41,7 @@ def configuration(model: str) -> ModelConfig:
 
 
 def read_tokens(path: str, vocabulary: int) -> torch.Tensor:
-    """Return a text's characters by frequency; rare ones are replaced by the most common one."""
+    """Encode a text's characters by frequency rank; rare ones become the most frequent one."""
     if path:
         text = Path(path).read_bytes()[:_TEXT_BYTES]
     else:
@@ -107,7 +107,7 @@ def use_flex() -> None:
 
 
 class Run:
-    """A model run as a case specifies."""
+    """A model that runs as a case specifies."""
 
     def __init__(self, case: dict[str, Any], options: dict[str, Any]) -> None:
         self.case, self.options = case, options
@@ -150,7 +150,7 @@ class Run:
         return torch.compile(call, **how) if case["compiled"] == "whole" else call
 
     def iterate(self, number: int) -> float:
-        """Take one iteration; return the loss."""
+        """Run one iteration; return the loss."""
         length = self.length
         if self.case["lengths"] == "varied":
             length -= (number * 7) % (length // 2)
@@ -197,13 +197,13 @@ class Run:
         return float(self._loss(rows))
 
     def flops(self) -> float:
-        """Return the operations of an iteration; a forward is a third."""
+        """Return an iteration's floating-point operations; a forward alone counts as a third."""
         tokens = self.options["batch"] * self.length
         return self.config.flops_per_token() * tokens / (1 if self.case["trains"] else 3)
 
 
 def timed(function: Any) -> tuple[float, float, Any]:
-    """Return wall and processor seconds (including children) and the result."""
+    """Call a function; return the wall seconds, CPU seconds (with children) and the result."""
     wall, cpu = time.perf_counter(), _cpu_s()
     result = function()
     if torch.cuda.is_available():
@@ -217,10 +217,10 @@ def _cpu_s() -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the best rate of matrix products: by processor time on a CPU, by wall time else.
+    """Return the best FLOP rate of matrix products: by CPU time on a CPU, by wall time on a GPU.
 
-    Both with the second matrix as it is and transposed, which is how a linear layer has it: for a
-    type without kernels of its own one of them may be much slower.
+    The second matrix is used as it is and transposed, as in a linear layer. For a dtype without
+    kernels of its own, one of the two may be much slower.
     """
     size = 8192 if device.type == "cuda" else 768
     left, right = torch.ones(2, size, size, dtype=dtype, device=device)

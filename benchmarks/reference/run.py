@@ -6,17 +6,17 @@
     python -m benchmarks.reference.run --row eager --row "whole, inductor" --limit 3000
     python -m benchmarks.reference.run --device cuda --model gpt2 --iterations 1000 --batch 8
 
-Every row is measured in separate processes, one for each round; the rows of a round run one after
-another in random order. A row's ratio refers to its peer in the same round. The first iteration of
-the first round compiles with an empty cache (cold), those of later rounds find it (warm). Results
-are kept in `--out` and not measured again: an interrupted run continues. A row that took longer
-than `--limit` is measured again with a longer one. At the end the table is printed, as Markdown,
-and written beside `--out` with the machine, as JSON.
+Every row is measured in separate processes, one per round. The rows of a round run one after
+another in random order. A row's ratio is relative to its peer in the same round. The first round
+compiles with an empty cache (cold), later rounds with a filled one (warm). Results are kept in
+`--out` and not measured again, so an interrupted run can be resumed. A row that took longer than
+`--limit` is measured again if the limit is raised. At the end, the table is printed as Markdown,
+and written next to `--out` as JSON, with a description of the machine.
 
-On a CPU a row has one thread, and its iterations are counted in processor seconds too: on a shared
-machine those repeat, wall seconds do not. Ratios and MFU are by processor time there and by wall
-time on a GPU; the peak that MFU is a share of is what a matrix product of the row's dtype reaches
-in the same process.
+On a CPU, a row has one thread, and its iterations are also measured in CPU seconds, which are
+reproducible on a shared machine, unlike wall seconds. Ratios and MFU use CPU time on a CPU and wall
+time on a GPU. The peak for MFU is the rate that a matrix product of the row's dtype reaches in the
+same process.
 """
 
 # ruff: noqa: D103 -- main() reads top-down
@@ -74,9 +74,9 @@ def main() -> None:
 
 
 def chosen(words: str, names: list[str]) -> list[Case]:
-    """Return the rows of these names and those whose names contain a word; all, if none is given.
+    """Return the rows with these names or with a word in their names; all rows if none is given.
 
-    A row's peer has to be chosen, too, for a ratio.
+    A row has a ratio only if its peer is chosen too.
     """
     parts = [word for word in words.split(",") if word]
     every = not parts and not names
@@ -94,7 +94,7 @@ def key(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(cases: list[Case], options: argparse.Namespace) -> None:
-    """Measure the rows that are not yet in the file of results."""
+    """Measure the rows that are not yet in the results file."""
     cache = options.out.with_suffix(".cache")
     for number in range(options.rounds):
         order = list(cases)
@@ -115,14 +115,14 @@ def run(cases: list[Case], options: argparse.Namespace) -> None:
 
 
 def is_final(result: dict[str, Any], limit_s: float) -> bool:
-    """Return whether a row failed and would fail again, which a timeout need not."""
+    """Return whether repeating a row is pointless; a timeout may not recur with a longer limit."""
     return "error" in result and result.get("limit_s", limit_s) >= limit_s
 
 
 def measure(
     case: Case, options: dict[str, Any], cache: Path, limit_s: float
 ) -> dict[str, Any] | None:
-    """Run one row in a fresh process; None: it was killed, which reveals nothing about the row."""
+    """Run one row in a fresh process; return None if a signal killed it, which is inconclusive."""
     order = json.dumps({"case": case.to_dict(), "options": options})
     environ = {
         **os.environ,
@@ -151,7 +151,7 @@ def measure(
 
 
 def read(path: Path, options: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return results by row and round; those of other options and torn lines do not count."""
+    """Return results by row and round, ignoring those of other options and truncated lines."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -168,7 +168,7 @@ def summaries(cases: list[Case], results: dict[str, Any]) -> dict[str, dict[str,
 
 
 def summary(case: Case, results: dict[str, Any]) -> dict[str, Any]:
-    """Return means over all rounds' iterations; the ratio is the mean of the rounds' ratios."""
+    """Return the means over all iterations of all rounds; the ratio is the mean over rounds."""
     rounds = results[case.name]
     failed = [one["error"] for one in rounds.values() if "error" in one]
     if failed:
@@ -199,7 +199,7 @@ def summary(case: Case, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(cases: list[Case], results: dict[str, Any], device: str) -> str:
-    """Return the table as Markdown; what torch cannot do here stands with its error."""
+    """Return the table as Markdown; a row that torch cannot run shows its error."""
     facts = " · ".join(f"{name}: {value}" for name, value in machine().items())
     unit = "processor seconds" if device == "cpu" else "wall seconds"
     lines = [f"{facts} · iteration s in {unit}", "", _HEADING]

@@ -1,1 +1,1 @@
-"""What all benchmark scripts share: rounds in random order, conditions, results in one form."""
+"""The common parts of all benchmark scripts: rounds in random order, conditions, and tables."""

@@ -1,4 +1,4 @@
-"""Under which conditions something is measured, and on which cores."""
+"""Record the conditions of a measurement, and choose its cores."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 class Conditions:
-    """The machine, the peers' versions and the load, from `began` to `told`."""
+    """The machine, the peers' versions, and the load from the creation until `told`."""
 
     def __init__(self, peers: Sequence[str] = ()) -> None:
         self._load_before = os.getloadavg()[0]
         self._peers = {name: found for name in peers if (found := _version(name))}
 
     def told(self) -> dict[str, object]:
-        """Return the conditions; call it when everything has been measured."""
+        """Return the conditions. Call this after the last measurement."""
         return {
             "date": time.strftime("%Y-%m-%d"),
             "command": shlex.join(["python", "-m", _module(sys.argv[0]), *sys.argv[1:]]),
@@ -39,7 +39,7 @@ class Conditions:
 
 
 def sentence(conditions: dict[str, object]) -> str:
-    """Tell conditions in a line, for people."""
+    """Format conditions as one line of text."""
     peers = conditions["peers"]
     assert isinstance(peers, dict)
     versions = [f"{name} {version}" for name, version in peers.items()]
@@ -50,9 +50,9 @@ def sentence(conditions: dict[str, object]) -> str:
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:
-    """Keep all threads that a process has now on some cores; 0 is this process.
+    """Pin all current threads of a process to some cores; a pid of 0 pins the calling thread.
 
-    Where the scheduler puts two processes that talk changes a round trip by a factor of 2 to 3.
+    The placement of two communicating processes changes a round trip by a factor of 2 to 3.
     """
     tasks = [pid] if pid == 0 else [int(one.name) for one in Path(f"/proc/{pid}/task").iterdir()]
     for task in tasks:

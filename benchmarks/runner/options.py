@@ -1,4 +1,4 @@
-"""The options that every benchmark script has, and where its results go."""
+"""Parse the options that all benchmark scripts have, and write their results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.runner.table import Table
 
 
 def parser(doc: str | None, *, rounds: int | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that all scripts share.
+    """Return a parser with the options that all scripts have.
 
     Args:
-        doc: the script's docstring, of which the first line is shown.
+        doc: the script's docstring, whose first line is shown.
         rounds: the default of `--rounds`.
     """
     made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
@@ -35,10 +35,10 @@ def parser(doc: str | None, *, rounds: int | None) -> argparse.ArgumentParser:
 
 
 def resumable(doc: str | None, out: Path) -> argparse.ArgumentParser:
-    """Return a parser for a script that appends a record after each unit of work, and resumes.
+    """Return a parser for a resumable script, which appends a record after each unit of work.
 
     Args:
-        doc: the script's docstring, which is shown as it is.
+        doc: the script's docstring, which is shown verbatim.
         out: the default of `--out`.
     """
     made = argparse.ArgumentParser(
@@ -56,7 +56,7 @@ def resumable(doc: str | None, out: Path) -> argparse.ArgumentParser:
 
 
 def _finite(value: Any) -> Any:
-    """Return samples as JSON can hold them: what was not reached within its limit is null."""
+    """Return samples in a form that JSON supports: infinity, which marks a timeout, is None."""
     if isinstance(value, Mapping):
         return {str(key): _finite(one) for key, one in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -71,14 +71,14 @@ def finish(
     rows: Sequence[Sequence[str]],
     samples: Mapping[str, Any],
 ) -> None:
-    """Print the table, and write it wherever the options ask for.
+    """Print the table, and write it to the files that the options name.
 
     Args:
-        options: what `parser` parsed.
-        conditions: made before the first measurement.
-        columns: title and alignment of each.
-        rows: one text per column.
-        samples: everything that was measured; kept beside the table.
+        options: the parsed options of `parser`.
+        conditions: the conditions, created before the first measurement.
+        columns: each column's title and alignment.
+        rows: the rows, with one text per column.
+        samples: all measurements, which are stored along with the table.
     """
     told = conditions.told()
     about = {"conditions": told, "samples": _finite(samples)}

@@ -1,4 +1,4 @@
-"""Where the checkout lies, and how a script's own processes find it."""
+"""The location of the checkout, and an environment in which child processes find it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def child_environ(**more: str) -> dict[str, str]:
-    """Return this environment for a program that imports `benchmarks`; `more` is added."""
+    """Return the environment plus `more` for a child process that imports `benchmarks`."""
     path = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT), **more}

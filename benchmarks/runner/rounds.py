@@ -1,7 +1,7 @@
-"""Measure cases in rounds: all sides of all cases in turn, in an order drawn for every round.
+"""Measure cases in rounds: all sides of all cases in turn, in a random order per round.
 
-Whatever else the machine does then hits every side alike, and no side is always the first, which
-finds caches cold, or the last.
+Other work on the machine then affects all sides equally, and no side is always the first, with cold
+caches, or the last.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ Samples = dict[str, list[float]]  # of one case: by side, or "SIDE FIGURE" where
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing that is measured on several sides.
+    """A quantity to measure on several sides.
 
     Attributes:
-        name: of the row.
-        sides: what to call for each; a mapping's figures become series of their own.
-        rounds: at most so many of this case; None: as many as are asked for.
-        side_rounds: the same of one side.
+        name: the row's name.
+        sides: the function that measures each side. If it returns a mapping, each figure becomes a
+            series of its own.
+        rounds: the maximum number of rounds of this case; None: no limit.
+        side_rounds: the maximum number of rounds of individual sides.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Case:
     side_rounds: Mapping[str, int] = field(default_factory=dict)
 
     def num_rounds(self, side: str, asked: int) -> int:
-        """Return in how many rounds a side takes part."""
+        """Return the number of rounds that include a side."""
         limits = (asked, self.rounds, self.side_rounds.get(side))
         return min(limit for limit in limits if limit is not None)
 
@@ -51,11 +52,11 @@ def measure(
     """Measure all sides of all cases.
 
     Args:
-        cases: what; their names differ.
-        num_rounds: how often.
-        seed: of the order; None: another one in each run.
-        limit_s: begin no further round after so long, once `least_rounds` are done.
-        least_rounds: see `limit_s`.
+        cases: the cases, with distinct names.
+        num_rounds: the number of rounds.
+        seed: the seed of the order; None: a different order in each run.
+        limit_s: the time after which no further round begins, once `least_rounds` are done.
+        least_rounds: the minimum number of rounds; see `limit_s`.
 
     Returns:
         The samples of each case that was measured, in the order of `cases`.
@@ -93,7 +94,7 @@ def middle(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Return median and quartiles as text; of fewer than three values the median alone."""
+    """Format the median and quartiles; of fewer than three values, only the median."""
     if len(values) < 3:
         return f"{statistics.median(values):.{digits}f}"
     low, middle, high = statistics.quantiles(values, n=4)
@@ -101,11 +102,11 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def fastest_tenth(values: Sequence[float]) -> float:
-    """Return what the fastest tenth stays below: other work only ever adds to a cost."""
+    """Return the first decile, which is robust because other work can only add to a cost."""
     return statistics.quantiles(values, n=10)[0] if len(values) > 1 else values[0]
 
 
 def ratio(ours: Sequence[float], peer: Sequence[float], *, higher_is_better: bool) -> float:
-    """Return how many times as good our median is as the peer's: above 1 is better."""
+    """Return how many times better echelon's median is than the peer's; above 1 is better."""
     mine, other = statistics.median(ours), statistics.median(peer)
     return mine / other if higher_is_better else other / mine

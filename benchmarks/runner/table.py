@@ -1,4 +1,4 @@
-"""A table of results: kept as JSON, shown as Markdown. The JSON is the only source of the docs."""
+"""Store a table of results as JSON and show it as Markdown; the docs are made from the JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CELLS = re.compile(r"(?<!\\)\|")
 
 @dataclass(frozen=True)
 class Table:
-    """Titles, their alignment, and rows of text.
+    """A table with titles, alignments and rows of text.
 
     Attributes:
-        columns: titles.
-        alignments: one per column: "left", "right", "center", "first" (left, said explicitly).
-        rows: one text per column.
-        about: how it came about: command, conditions, samples; or that it was transcribed.
+        columns: the columns' titles.
+        alignments: one per column: "left", "right", "center", or "first" (explicitly left).
+        rows: the rows, with one text per column.
+        about: the table's origin: command, conditions, samples; or that it was transcribed.
     """
 
     columns: Sequence[str]
@@ -30,13 +30,13 @@ class Table:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def markdown(self) -> str:
-        """Return the table as Markdown, without a newline at its end."""
+        """Return the table as Markdown, without a trailing newline."""
         rule = "|".join(_ALIGNMENTS[one] for one in self.alignments)
         lines = [_line(self.columns), f"|{rule}|", *map(_line, self.rows)]
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return the file's text: one line per row, so that a change is a small diff."""
+        """Return the table as JSON with one line per row, so that diffs are small."""
         parts = [
             f'"columns": {_dumped(list(self.columns))}',
             f'"alignments": {_dumped(list(self.alignments))}',
@@ -47,10 +47,10 @@ class Table:
 
     @classmethod
     def from_json(cls, text: str) -> Table:
-        """Read what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
-            ValueError: it is something else, or a row has too few or too many cells.
+            ValueError: the text has another format, or a row has too few or too many cells.
         """
         found = json.loads(text)
         try:
@@ -63,7 +63,7 @@ class Table:
 
     @classmethod
     def from_markdown(cls, text: str, about: Mapping[str, Any]) -> Table:
-        """Read a table of a page.
+        """Parse a Markdown table.
 
         Raises:
             ValueError: a row has more cells than the table has columns, or the rule is unknown.
@@ -79,7 +79,7 @@ class Table:
         return cls(columns, [names[mark] for mark in marks], padded, about)
 
     def save(self, path: Path) -> None:
-        """Write the file, and its folder."""
+        """Write the table to a file, creating its folder if necessary."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.to_json())
 

@@ -1,4 +1,4 @@
-"""One rank of `same_bits.py`: takes steps of both kinds in turn, and times them."""
+"""Run as one rank of `run.py`: time steps of both kinds in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Step = Callable[[int], object]
 
 
 def main() -> None:
-    """Time steps, and write {KIND: [[wall s of the slowest rank, CPU s of a rank], ...]}."""
+    """Time steps; write {KIND: [[slowest rank's wall s, ranks' mean CPU s], ...]} as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", choices=("replicated", "sharded"))
     parser.add_argument("--per-rank", type=int, help="micro-batches of each rank")
@@ -96,7 +96,7 @@ def _canonical(options: argparse.Namespace, group: dist.ProcessGroup) -> Step:
 
 
 def _rank_ordered(options: argparse.Namespace, group: dist.ProcessGroup) -> Step:
-    """The same training as people write it, with sums in the order of the ranks."""
+    """Return a step of the same training in its usual form, with sums in rank order."""
     model = _model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     numbers = range(group.rank * options.per_rank, (group.rank + 1) * options.per_rank)

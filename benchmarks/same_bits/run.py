@@ -1,12 +1,13 @@
-"""What the same bits cost: a step of `SameBits` beside one whose sums are in rank order.
+"""Measure the cost of the same bits: steps of `SameBits` and steps with sums in rank order.
 
     python -m benchmarks.same_bits.run [--ranks 4] [--per-rank 1,2,4,8] [--tokens 512] [--turns 5]
 
-A char GPT of 10.7M parameters, float32, AdamW, gradients clipped by their norm. Each rank has some
-micro-batches per step; the peer accumulates their gradients in `.grad` and reduces once, in the
-order of the ranks. The ranks of a case hold both trainings and take a step of each in turn, in
-random order, so that other work on the machine affects both. A step takes as long as its slowest
-rank. The last column is the ratio of the ranks' mean processor time, which other work affects less.
+The model is a char GPT of 10.7M parameters in float32, with AdamW and gradients clipped by their
+norm. Each rank has `--per-rank` micro-batches per step; the peer accumulates their gradients in
+`.grad` and reduces once, in rank order. The ranks of a case hold both trainings and take a step of
+each in turn, in random order, so that other work on the machine affects both. A step takes as long
+as its slowest rank. The last column is the ratio of the ranks' mean CPU time, which is less
+affected by other work.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _RANK = Path(__file__).with_name("rank.py")
 
 
 def main() -> None:
-    """Measure all cases and show them."""
+    """Measure all cases and print the table."""
     made = parser(__doc__, rounds=5)
     made.add_argument("--ranks", type=int, default=4)
     made.add_argument("--per-rank", default="1,2,4,8")

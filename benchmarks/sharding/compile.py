@@ -1,4 +1,4 @@
-"""Cold starts under torch.compile: each block, which one compilation serves, or the whole model."""
+"""Time cold starts under torch.compile: per block, compiled only once, or the whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.sharding.model import SIZES, make_batch, make_model
 
 
 def time_compilation(size: str) -> None:
-    """Print the first and the best step with the blocks compiled, and with the whole model."""
+    """Print the first and best step times in eager mode, with compiled blocks, and as a whole."""
     print("| compiled | first step s | best step s |\n|---|---|---|", flush=True)
     for what in ("nothing", "each block", "the whole"):
         call = f"compile.compile_and_step({size!r}, {what!r})"
@@ -24,7 +24,7 @@ def time_compilation(size: str) -> None:
 
 
 def compile_and_step(size: str, what: str) -> None:
-    """Run as the process that compiles; print a row."""
+    """Compile and take steps in this fresh process; print a row."""
     import torch
     from torch.nn import functional
 

@@ -11,7 +11,7 @@ _SEED = 1337
 
 @dataclass(frozen=True)
 class Size:
-    """A char GPT, and how many sequences of `context` tokens all ranks together train on a step."""
+    """A char GPT's sizes, and the global batch size in sequences of `context` tokens."""
 
     depth: int
     width: int

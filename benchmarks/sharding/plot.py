@@ -1,4 +1,4 @@
-"""A small line chart as SVG, so that drawing one needs no library."""
+"""Draw a small line chart as SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Series = tuple[str, dict[int, float]]
 
 
 def draw(title: str, x_label: str, series: list[Series], dashed: Series) -> str:
-    """Draw lines over the same x values, evenly spaced; `dashed` is the theoretical line."""
+    """Return an SVG of lines over evenly spaced x values; `dashed` is the theoretical line."""
     xs = sorted(series[0][1])
     top = max(max(line.values()) for _, line in [*series, dashed])
     step = 250 if top < 1600 else 500

@@ -1,4 +1,4 @@
-"""Sharded training compared with torch's FSDP2 and DDP over Gloo: step time, CPU time, memory.
+"""Compare sharded training with torch's FSDP2 and DDP over Gloo: step time, CPU time, memory.
 
     python -m benchmarks.sharding.run   # the tables and the plot's data
     python -m benchmarks.sharding.run --sizes 10M --ranks 2 --rounds 5
@@ -9,18 +9,18 @@
     python -m benchmarks.sharding.run --compile   # blocks against the whole model
 
 The contenders train the same char GPT on the same data. Each rank of each contender is a fresh
-process; once all are ready, the contenders take one step in turn, so that a slow moment of the
+process. Once all are ready, the contenders take one step in turn, so that a slow moment of the
 machine affects them all. A step is everything from `zero_grad` to `optimizer.step()`, and takes as
-long as its slowest rank. The table shows the best and median step, processor seconds per step and
-rank (all threads, at the best step), and peak resident memory of the largest rank. "alone" is the
-same computation by as many independent processes at once; no way of sharding can be faster.
+long as its slowest rank. The table shows the best and median step, CPU seconds per step and rank
+(all threads, at the best step), and peak resident memory of the largest rank. "alone" is the same
+computation in as many independent processes at the same time; sharding cannot be faster.
 
-With `--accumulate N` a step is N micro-batches, each of the whole size, whose gradients are summed
-and reduced once, with the last of them.
+With `--accumulate N`, a step consists of N full-size micro-batches, whose gradients are summed and
+reduced once, with the last one.
 
-With `--link` every rank is a host of its own (a network namespace), whose sending is limited by a
-token bucket; "compute" is a step of the same ranks without communication, "link" the bytes that a
-rank must send at that rate. The bound is the greater of the two.
+With `--link`, every rank is a host of its own (a network namespace), whose sending rate is limited
+by a token bucket. "compute" is the time of a step of the same ranks without communication, and
+"link" is the time to send a rank's bytes at that rate. The bound is the greater of the two.
 """
 
 # ruff: noqa: D102, D103 -- three contenders answer to the same names; main() reads top-down
@@ -47,7 +47,7 @@ CONTENDERS = ("echelon", "fsdp2", "ddp")
 
 
 class Training(NamedTuple):
-    """Options of all contenders: a 16-bit dtype to compute in, and micro-batches per step."""
+    """Options of all contenders: the 16-bit compute dtype and the micro-batches per step."""
 
     precision: str = ""
     num_micro: int = 1
@@ -103,7 +103,7 @@ def wrap(contender: str, model: Any, precision: str) -> Any:
 
 
 def train_step(contender: str, model: Any, batches: list[tuple[Any, Any]], *, casts: bool) -> float:
-    """Sum the gradients of all micro-batches and reduce them with the last one; return its loss."""
+    """Take one step over all micro-batches, reducing with the last one; return its loss."""
     import torch
     from torch.nn import functional
 
@@ -165,7 +165,7 @@ def _peak_mib() -> float:
 
 
 class Team:
-    """The ranks of one contender."""
+    """The rank processes of one contender."""
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ def throttled(count: int, mb_per_s: float) -> Iterator[list[Any]]:
 
 
 def race_throttled(size: str, ranks: int, rounds: int, mb_per_s: float) -> None:
-    """Print how close each contender gets to the greater of computing and sending."""
+    """Print how close each contender comes to the greater of its compute and link times."""
     with throttled(ranks, mb_per_s) as hosts:
         result = race(["alone", "fsdp2", "echelon", "ddp"], size, ranks, rounds, hosts=hosts)
     num_bytes = 4 * sum(p.numel() for p in make_model(SIZES[size]).parameters())
@@ -368,9 +368,9 @@ def race_throttled(size: str, ranks: int, rounds: int, mb_per_s: float) -> None:
 
 
 def plot_memory(path: str, size: str, counts: list[int]) -> None:
-    """Measure peak memory against the number of ranks, and plot it with 16 bytes per parameter.
+    """Measure and plot peak memory by number of ranks, with a line for 16 bytes per parameter.
 
-    Two steps each: the second one allocates as much as any later one.
+    Each run takes two steps, because the second step allocates as much as any later one.
     """
     from benchmarks.sharding import plot
 

@@ -1,8 +1,8 @@
-"""The servers that `store.py` measures, and the load that drives them.
+"""The servers that `run.py` measures, and the load that drives them.
 
-Servers run in separate processes, and so does the load, in a few processes that start together.
-Every function drives one server once and returns one figure. Raw load consists of pre-encoded
-packets over plain sockets; the rest goes through a client, echelon's or torch's.
+Servers run in separate processes. The load runs in a few processes that start together. Every
+function drives one server once and returns one figure. Raw load consists of pre-encoded packets
+over plain sockets; other load goes through echelon's or torch's client.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Server:
 
     Attributes:
         name: "ours" or "torch".
-        port: where it listens on loopback.
+        port: the server's port on loopback.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Server:
     port: int
 
     def memory_mib(self) -> float:
-        """Resident memory of the process."""
+        """Return the resident memory of the process in MiB."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def cpu_s(self) -> float:
-        """Processor seconds used so far, by all its threads, as the scheduler counts them."""
+        """Return the CPU seconds used so far by all its threads, as counted by the scheduler."""
         tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
@@ -86,7 +86,7 @@ class Load:
 
     Attributes:
         rate: commands per second.
-        cpu_s: the server's processor time from the first packet on: connecting is not in it.
+        cpu_s: the server's CPU time from the first packet on, which excludes connecting.
     """
 
     rate: float
@@ -139,7 +139,7 @@ def take(connected: socket.socket, size: int) -> bytes:
 
 
 def exchange(server: Server, packet: bytes, reply_bytes: int, num_commands: int) -> Load:
-    """Make 64 connections each send the packet, wait for the reply, and repeat."""
+    """Make each of 64 connections repeatedly send the packet and wait for the reply."""
 
     num_packets = 375 if num_commands == 1 else 100
 
@@ -166,7 +166,7 @@ def exchange(server: Server, packet: bytes, reply_bytes: int, num_commands: int)
 
 
 def flood_of_sets(server: Server) -> Load:
-    """Send sets, which have no replies, in packets of 64 on 64 connections."""
+    """Send SET commands, which have no replies, in packets of 64 on 64 connections."""
     num_packets = 100
     packet = b"".join(p.encode(p.SET, b"/key/%d" % i, b"value") for i in range(64))
 
@@ -183,7 +183,7 @@ def flood_of_sets(server: Server) -> Load:
 
 
 def drive(server: Server, act: Callable[[list[socket.socket]], None], num_commands: int) -> Load:
-    """Make worker processes act on their share of the connections, once all are connected."""
+    """Run `act` in worker processes, each on its subset of the connections, once all are open."""
     gate = _FORK.Barrier(_NUM_WORKERS)
 
     def work(_: int) -> tuple[float, float, float, float]:
@@ -206,10 +206,10 @@ def drive(server: Server, act: Callable[[list[socket.socket]], None], num_comman
 
 
 def join_s(server: Server, num_clients: int, label: int) -> float:
-    """Return the seconds until clients have connected, registered, and been released.
+    """Return the seconds until all clients have connected, registered, and been released.
 
-    Seven operations each: VALIDATE, PING, ADD, SET, WAIT, GET, CHECK; the last to be counted sets
-    the key for which all wait.
+    Each client performs seven operations: VALIDATE, PING, ADD, SET, WAIT, GET, CHECK. The last one
+    to be counted sets the key for which all wait.
     """
     count, gate = b"/join/%d/count" % label, b"/join/%d/gate" % label
 
@@ -257,7 +257,7 @@ def open_client(kind: str, port: int) -> Any:
 
 
 def latencies_us(kind: str, server: Server) -> dict[str, tuple[float, float]]:
-    """Return p50 and p99 of one client's sequential calls."""
+    """Return p50 and p99 of one client's sequential calls in microseconds, by call."""
 
     def work(_: int) -> dict[str, tuple[float, float]]:
         store = open_client(kind, server.port)
@@ -290,10 +290,11 @@ def rendezvous_s(
 ) -> float:
     """Return the seconds until every rank has joined, has all addresses, and is released.
 
-    One process per rank, forked beforehand; all are started through one pipe. Echelon's: connect,
-    gather. torch's: connect, publish, read all (by multi_get, or with `one_by_one` by a get for
-    each address), count in, and pass the gate that opens when all have read, which is how its API
-    provides the same guarantee.
+    There is one process per rank, forked beforehand; all are started through one pipe. With
+    echelon's client, a rank connects and gathers. With torch's client, a rank connects, publishes
+    its address, reads all addresses (with one multi_get or, with `one_by_one`, one get per
+    address), increments a counter, and waits for the key that is set once all have read. This is
+    how torch's API provides the same guarantee.
     """
 
     def ours(rank: int) -> int:
@@ -341,7 +342,7 @@ def rendezvous_s(
 
 
 def raw_rendezvous_s(kind: str, server: Server, num_ranks: int, label: int) -> float:
-    """The same as `rendezvous_s`, from raw sockets: the cost of the servers alone."""
+    """Do the same as `rendezvous_s` over raw sockets, to measure the servers alone."""
     prefix = b"/raw/%d/" % label
     names = [prefix + b"%d" % rank for rank in range(num_ranks)]
     address = b"10.0.0.1:29500"

@@ -2,12 +2,12 @@
 
     python -m benchmarks.store.run [--rounds N] [--only NAME] [--markdown FILE]
 
-Both servers run in separate processes and are measured in turn, round after round, so that other
-work on the machine affects both. Cases and servers are run in random order, and servers and load
-are pinned to different cores. The table shows medians, their ratio (above 1: echelon is faster) and
-the ratio of the servers' processor time, which the load generator does not dilute. Raw cases drive
-both servers with the same pre-encoded packets from several processes; client cases compare
-echelon's client on its server with torch's client on torch's.
+Both servers run in separate processes and are measured in turn, round by round, so that other work
+on the machine affects both. Cases and servers run in random order, and servers and load are pinned
+to different cores. The table shows medians, their ratio (above 1: echelon is faster) and the ratio
+of the servers' CPU time, which does not include the load generator. Raw cases drive both servers
+with the same pre-encoded packets from several processes; client cases compare echelon's client and
+server with torch's client and server.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Line:
 
     Attributes:
         name: the measured quantity.
-        unit: of both figures.
-        target: the ratio that issue and documentation ask for, None if none.
-        higher_is_better: true for rates, false for times.
-        measure: (server name, server, round) to a figure, with the processor time if only a part of
-            what was done counts.
+        unit: the unit of both figures.
+        target: the required ratio, or None.
+        higher_is_better: True for rates, False for times.
+        measure: a function of (server name, server, round) that returns a figure, with its own CPU
+            time if only part of the call counts.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Line:
 
 
 def lines() -> list[Line]:
-    """Return everything that is compared."""
+    """Return all lines of the comparison."""
     string = p.pack_string(b"/key/1")
     get, add = bytes((p.GET,)) + string, p.encode(p.ADD, b"/count", 1)
     return [
@@ -106,7 +106,7 @@ def seed(server: Server) -> None:
 
 
 def compare(num_rounds: int, only: str, order: int | None) -> dict[str, Samples]:
-    """Measure all lines on both servers in turn; servers and load have cores of their own."""
+    """Measure all lines on both servers in turn, with servers and load on separate cores."""
     with ExitStack() as stack:
         servers = [start_server(name) for name in ("ours", "torch")]
         for server in servers:
@@ -120,7 +120,7 @@ def compare(num_rounds: int, only: str, order: int | None) -> dict[str, Samples]
 
 
 def as_case(line: Line, servers: list[Server]) -> Case:
-    """Return what the runner measures for a line."""
+    """Return the runner's case for a line."""
 
     def load(server: Server, number: int) -> dict[str, float]:
         before = server.cpu_s()
@@ -136,7 +136,7 @@ def as_case(line: Line, servers: list[Server]) -> Case:
 
 
 def latency_case(ours: Server, torch: Server) -> Case:
-    """Measure one client's calls: our client on ours, torch's client on both."""
+    """Return the case of one client's calls: echelon's client, and torch's on both servers."""
 
     def calls(kind: str, server: Server, _: int) -> dict[str, float]:
         found = latencies_us(kind, server)
@@ -191,7 +191,7 @@ def cells(
     target: float | None,
     cpu: float | None = None,
 ) -> list[str]:
-    """Return a row's texts."""
+    """Return a row's cells as text."""
     missed = target is not None and better < target
     return [
         name,
@@ -207,7 +207,7 @@ def cells(
 
 
 def connection_memory_mib(num_connections: int = 2000) -> float:
-    """Return how much that many idle client connections add to the server's resident memory."""
+    """Return how much idle connections add to the server's resident memory, in MiB."""
     server = start_server("ours")
     try:
         time.sleep(0.2)
@@ -222,7 +222,7 @@ def connection_memory_mib(num_connections: int = 2000) -> float:
 
 
 def cost_per_rank_us(num_ranks: int) -> float:
-    """Return the server's processor time for each rank of a rendezvous by gather."""
+    """Return the server's CPU time per rank, in microseconds, in a rendezvous by gather."""
     server = start_server("ours")
     try:
         num_rounds = max(1, 4000 // num_ranks)
@@ -235,7 +235,7 @@ def cost_per_rank_us(num_ranks: int) -> float:
 
 
 def slow_reader_mib() -> float:
-    """Return how much 500 unread values of 1 MiB add to the server's memory, above the value."""
+    """Return how much 500 unread replies of 1 MiB add to the server's memory, in MiB."""
     server = start_server("ours")
     try:
         connected = dial(server.port)
@@ -255,7 +255,7 @@ def slow_reader_mib() -> float:
 
 
 def absolute(only: str) -> list[tuple[str, float, str]]:
-    """Return figures without a comparison, with their upper limits."""
+    """Return the figures that have an upper limit instead of a comparison."""
     found: list[tuple[str, float, str]] = []
     if only in "memory of connections":
         found.append(("2000 connections, MiB above idle", connection_memory_mib(), "<= 150"))

@@ -1,7 +1,7 @@
-"""One case of `benchmarks.unmodified`: a script, a fault, a launcher, and the result.
+"""Run one case of `benchmarks.unmodified`: a script, a fault, a launcher, and the result.
 
 Under `echelon run`, the launcher gives the verdict. Under plain torchrun, `fr-analyze --attach`
-does, after the fault has occurred; there, a job whose rank has ended leaves nothing to attach to.
+gives it, after the fault has occurred. If a rank exits there, no job remains to attach to.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ Case = dict[str, Any]
 
 
 class NotReachedError(Exception):
-    """A job did not reach its fault in time: the machine was too slow, so nothing was judged."""
+    """A job did not reach its fault in time, so there is no verdict to judge."""
 
 
 def culprit_lines() -> dict[str, int]:
-    """Return the line of `faults.py` that contains each fault."""
+    """Return the line number of each fault in `faults.py`."""
     found = {}
     for number, text in enumerate((EXAMPLES / "faults.py").read_text().splitlines(), 1):
         match = _MARK.search(text)
@@ -115,11 +115,11 @@ def attach_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
     """Run one case under plain torchrun, attach to it, and judge the verdict.
 
     Args:
-        keep: a folder for what was seen where the verdict is wrong.
+        keep: a folder for the observations of wrong verdicts.
 
     Raises:
         NotReachedError: the fault was not reached within `CASE_S`.
-        subprocess.TimeoutExpired: the look took longer than `CASE_S`.
+        subprocess.TimeoutExpired: `fr-analyze --attach` took longer than `CASE_S`.
     """
     with tempfile.TemporaryDirectory(prefix="unmodified_") as folder:
         argv = [
@@ -154,7 +154,7 @@ def attach_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
 
 
 def _keep(folder: Path, to: Path) -> None:
-    """Keep a case's folder, except its checkpoints and pipes."""
+    """Copy a case's folder, except its checkpoints and pipes."""
     left_out = shutil.ignore_patterns("*.pt", "checkpoint_*")
     shutil.copytree(folder, to, dirs_exist_ok=True, ignore=left_out)
 
@@ -171,7 +171,7 @@ def _environ() -> dict[str, str]:
 
 
 def _run(argv: list[str], out: TextIO) -> int:
-    """Run a launcher to its end; one that exceeds the limit is killed with its ranks."""
+    """Run a launcher to its end; kill it and its ranks if it exceeds the limit."""
     job = subprocess.Popen(argv, stdout=out, stderr=out, env=_environ())
     try:
         return job.wait(CASE_S)
@@ -216,7 +216,7 @@ def _attach(pid: int, seen: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _judged(verdict: dict[str, Any], fault: str, ranks: int) -> Case:
-    """Compare a verdict with the truth."""
+    """Compare a verdict with the injected fault; return the case's result."""
     culprit, named = ranks - 1, set(verdict["culprit_ranks"])
     allowed = [{culprit}]
     if fault == "shape" and ranks == 2:  # of two shapes, nothing shows which one is wrong

@@ -1,16 +1,16 @@
-"""Faults in unmodified programs, and the verdicts of `echelon run`: cause, culprit and line.
+"""Inject faults into unmodified programs, and judge the verdicts: cause, culprit and line.
 
     python -m benchmarks.unmodified.run cases [--out RESULTS.jsonl] [--scripts ddp,fsdp2]
         [--faults ...] [--ranks 2,4] [--seconds 280] [--healthy 10] [--attach] [--keep DIR]
     python -m benchmarks.unmodified.run table [RESULTS.jsonl]    # then: make bench-docs
     python -m benchmarks.unmodified.run overhead [--runs 30]
 
-`cases` appends one line per case and skips cases that the file already holds, so that it can run in
-pieces; a wrong case runs again once the code has changed, and its last result counts. With
-`--attach`, plain torchrun launches the jobs and `fr-analyze --attach` examines them. A case is
-right if cause and culprits are; `line` records whether the verdict names the line of
-`examples/unmodified/faults.py` that contains the fault. Each case also writes the tables of
-docs/benchmarks/unmodified.md, beside the results.
+`cases` appends one line per case and skips cases that the file already contains, so that it can be
+interrupted and resumed. A wrong case runs again once the code has changed, and its last result
+counts. With `--attach`, plain torchrun launches the jobs and `fr-analyze --attach` examines them. A
+case is right if cause and culprits are right; `line` records whether the verdict names the line of
+`examples/unmodified/faults.py` that contains the fault. Each case also updates the tables of
+docs/benchmarks/unmodified.md, which are stored next to the results.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _measure(args: argparse.Namespace) -> None:
 
 
 def _code() -> str:
-    """Return git's hash of the runtime and the examples as committed: what the cases exercise."""
+    """Return git's hash of the committed code that the cases exercise: runtime and examples."""
     told = subprocess.run(
         ["git", "rev-parse", "HEAD:echelon", "HEAD:examples/unmodified"],
         capture_output=True, text=True, check=True, cwd=ROOT,

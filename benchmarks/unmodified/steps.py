@@ -1,11 +1,11 @@
-"""The cost of recording: steps of DDP or FSDP2 with and without it, in a separate program.
+"""Measure the cost of recording: steps of DDP or FSDP2 with and without it, in a separate program.
 
-    python -m benchmarks.unmodified.run overhead    # processes in turn: the losses, too
+    python -m benchmarks.unmodified.run overhead    # alternating processes; compares losses too
     echelon run --nproc-per-node 2 benchmarks/unmodified/steps.py ddp --turns 30 [--width 512]
 
 With `--turns`, recording is switched on and off in turn within one job, on all ranks at the same
-step, so that both variants see the same machine: a turn is several steps with it, and as many
-without.
+step, so that both variants run under the same conditions. A turn consists of several steps with
+recording, and as many without.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WARMUP, _STEPS = 10, 60
 
 
 class _Training:
-    """A model, and its steps."""
+    """A model and its training steps."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ class _Training:
         self.x = torch.randn(options.rows, options.width)
 
     def step(self) -> float:
-        """Train a step; return its loss."""
+        """Take one training step; return its loss."""
         self.optimizer.zero_grad()
         loss = self.model(self.x).square().mean()
         loss.backward()
@@ -50,7 +50,7 @@ class _Training:
         return loss.item()
 
     def timed(self, steps: int) -> tuple[list[float], float]:
-        """Return the seconds that each of some steps took, and their mean processor time."""
+        """Take some steps; return the seconds of each, and their mean CPU time."""
         seconds, cpu_s = [], time.process_time()
         for _ in range(steps):
             began_s = time.perf_counter()
@@ -75,17 +75,17 @@ class _Record:
         self._is_on = True
 
     def switch(self, is_on: bool) -> None:
-        """Restore or remove recording, unless that is its state already."""
+        """Restore or remove recording, unless it is in that state already."""
         if is_on != self._is_on:
             self._is_on = is_on
             self._put_back() if is_on else self._take_out()
 
     def num_records(self) -> int:
-        """Return how many operations and phases have been recorded so far."""
+        """Return the number of operations and spans recorded so far."""
         return int(self._recorder.num_records())
 
     def _take_out(self) -> None:
-        """Restore torch to its unrecorded state; call it between steps."""
+        """Restore torch to its unrecorded state. Call this between steps."""
         works = self._operations.pending.works
         for number in list(works):
             works.pop(number, None)
@@ -130,7 +130,7 @@ def _in_turns(training: _Training, record: _Record, turns: int, steps: int) -> d
 
 
 def main(options: argparse.Namespace) -> None:
-    """Train for several steps; rank 0 prints the time of a step."""
+    """Train for several steps; print the step time on rank 0."""
     torch.set_num_threads(1)
     wait = torch._C._distributed_c10d.Work.wait
     dist.init_process_group("gloo")

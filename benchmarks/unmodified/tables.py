@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/unmodified.md, from the cases that `benchmarks.unmodified` ran."""
+"""Build the tables of docs/benchmarks/unmodified.md from the cases of `benchmarks.unmodified`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SELECTIONS = {
 
 
 def key(case: Case) -> tuple[object, ...]:
-    """Return what tells a case from the others."""
+    """Return the key that distinguishes a case from the others."""
     names = ("script", "fault", "ranks", "turn", "attach")
     return tuple(case.get(name, 0) for name in names)
 
@@ -29,7 +29,7 @@ def latest(cases: Sequence[Case]) -> list[Case]:
 
 
 def save(cases: Sequence[Case], folder: Path) -> None:
-    """Write the tables: faults by scripts, healthy runs, and all that was ever wrong."""
+    """Write the tables: faults by script, healthy runs, and all results that were ever wrong."""
     last = latest(cases)
     for name, (ranks, attach) in _SELECTIONS.items():
         some = [
@@ -41,7 +41,7 @@ def save(cases: Sequence[Case], folder: Path) -> None:
 
 
 def _faults(cases: Sequence[Case], attach: bool) -> Table:
-    """Return one row per fault and one column per script, and the shares in the last row."""
+    """Return one row per fault and one column per script, with the totals in the last row."""
     shown = [fault for fault in CAUSES if not (attach and fault in ENDS_A_JOB)]
     faulty = [case for case in cases if case["fault"] in shown]
     cells = {(case["fault"], case["script"]): _cell(case) for case in faulty}
@@ -86,7 +86,7 @@ def _alarms(runs: Sequence[Case]) -> str:
 
 
 def _wrong(cases: Sequence[Case]) -> Table:
-    """Return every result that was wrong, and what the same case gave when it last ran."""
+    """Return every result that was wrong, with the latest result of the same case."""
     now = {key(case): case for case in cases}
     rows = []
     for case in cases:

@@ -1,4 +1,4 @@
-"""The analyzers that are scored: each takes a folder of dumps and returns an `Answer`."""
+"""The analyzers to score: each takes folders of dumps and returns an `Answer` for each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Analyzer = Callable[[list[Path]], list[Answer]]
 
 
 def ask_echelon(folders: list[Path]) -> list[Answer]:
-    """Ask `fr-analyze`, in this process."""
+    """Run `fr-analyze` in this process; return its answers."""
     return [_ask_echelon(folder) for folder in folders]
 
 
@@ -72,7 +72,7 @@ def _ask_echelon(folder: Path) -> Answer:
 
 
 def ask_torch(folders: list[Path]) -> list[Answer]:
-    """Run torch's own analyzer: its first collective that does not match is its verdict."""
+    """Run torch's own analyzer; its first mismatched collective counts as its answer."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack():
         copies = [_without_truth(folder, Path(scratch)) for folder in folders]
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
@@ -95,7 +95,7 @@ def ask_torch(folders: list[Path]) -> list[Answer]:
 
 
 def _without_truth(folder: Path, scratch: Path) -> Path:
-    """Link the dumps elsewhere: torch's reader treats every file of a folder as a dump."""
+    """Link only the dumps into a folder, because torch's reader treats every file as a dump."""
     copy = scratch / folder.name
     copy.mkdir()
     for file in folder.iterdir():

@@ -1,7 +1,7 @@
-"""Cases: a family, a program, a number of ranks and a seed become a folder of dumps and a truth.
+"""Generate cases: a folder of dumps and a truth from a family, a program, a world size and a seed.
 
-The same seed makes the same bytes. `truth.json` states what is right, acceptable and decidable; the
-dumps contain none of this.
+The same seed yields the same bytes. `truth.json` states which answers are right or acceptable, and
+whether the case is decidable; the dumps contain none of this.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the case's folder."""
         return f"{self.number:04d}_{self.family.name}_{self.program}_{self.world_size}"
 
 
 def plan(num_cases: int, seed: str, num_large: int = 0) -> Iterator[Case]:
-    """Yield cases that take families, programs and sizes in turn."""
+    """Yield cases that cycle through families, programs and world sizes."""
     random = Random(f"{seed}/plan")
     offset = {family.name: random.randrange(64) for family in FAMILIES}
     by_name = {family.name: family for family in FAMILIES}
@@ -83,8 +83,8 @@ def _size(random: Random, program: str) -> int:
 def write_case(case: Case, folder: Path) -> dict[str, object]:
     """Run a case and write its dumps and its truth; return the truth.
 
-    A draw that shows nothing (the job ended before the fault, or a healthy one did not move between
-    the dumps) is repeated, from the same seed.
+    A draw that shows nothing is repeated from the same seed: the job ended before the fault, or a
+    healthy job made no visible progress between the dumps.
     """
     for attempt in range(_TRIES):
         made = _Made(case, Random(f"{case.seed}/{attempt}"), attempt)
@@ -94,7 +94,7 @@ def write_case(case: Case, folder: Path) -> dict[str, object]:
 
 
 def _run_ahead(random: Random, ring: int) -> int:
-    """Draw how far a host may be ahead; rings are large enough for the pending operations."""
+    """Draw how far a host may run ahead, limited so that pending operations fit into the ring."""
     return random.choice([8] if ring < 60 else [16] if ring < 200 else [16, 64])
 
 
@@ -133,9 +133,9 @@ class _Made:
 
     @property
     def _allowed(self) -> tuple[str, ...]:
-        """Return the causes that these dumps do not distinguish from the true one.
+        """The additional causes that these dumps do not distinguish from the true one.
 
-        Dumps of active entries hold no sizes of members that have completed the operation.
+        Dumps of active entries lack the sizes of members that have completed the operation.
         """
         is_split = self.truth.causes[0] == "split_mismatch"
         return ("device_stuck",) if is_split and self.manner.only_active else ()
@@ -177,7 +177,7 @@ class _Made:
 
     @property
     def shows(self) -> bool:
-        """Whether the fault happened, or the health is visible."""
+        """True if the fault occurred or, in a healthy case, the dumps show the job's health."""
         if self._is_healthy:
             if self._wants.get("moment") == "end":
                 return all(one.finished_at < self.end_s + 1 for one in self.engine.ranks)
@@ -200,7 +200,7 @@ class _Made:
         return truth
 
     def as_json(self) -> dict[str, object]:
-        """Return the truth as `truth.json` holds it."""
+        """Return the truth as the contents of `truth.json`."""
         truth, manner = self.truth, self.manner
         return {
             "format": 1,

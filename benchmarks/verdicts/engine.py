@@ -1,10 +1,10 @@
-"""A discrete-event model of ranks that run a program on a host and a device.
+"""Simulate ranks that run a program on a host and a device, as a discrete-event model.
 
-A rank has a host that executes instructions and a device with one in-order stream for kernels and
-one in-order queue per communicator. A collective is *created* when the host enqueues it, *started*
-when its kernel reaches the head of its queue and the compute stream has reached the point of the
-call, and *ended* when every member's kernel has run. Unbatched sends and receives use a
-communicator per pair, batches the communicator of their group, as NCCL's process group does.
+A rank has a host that executes instructions, and a device with one in-order stream for kernels and
+one in-order queue per communicator. A collective is *created* when the host enqueues it. It is
+*started* when its kernel reaches the head of its queue and the compute stream has reached the point
+of the call, and *ended* when every member's kernel has run. As in NCCL's process group, unbatched
+sends and receives use one communicator per pair, and batches use their group's communicator.
 
 The model is independent of how its output is analysed. It keeps the time of every event, so that a
 recorder's view of any moment can be written afterwards.
@@ -25,7 +25,7 @@ CommKey = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group: the name torch gives it, its description, its members."""
+    """A process group: torch's name for it, its description and its members."""
 
     name: str
     desc: str
@@ -48,10 +48,10 @@ class Call:
 
     Attributes:
         parts: the messages of a point-to-point call; () for a collective.
-        batched: the parts go through the communicator of the group, as one launch.
-        blocking: the compute stream waits for the operation right away.
-        after_compute: the operation waits for the compute stream as it was at the call.
-        sends: elements sent to each member, for an all_to_all; the recorder does not see them.
+        batched: True if the messages use the group's communicator, in one launch.
+        blocking: True if the compute stream waits for the operation immediately.
+        after_compute: True if the operation waits for the work on the compute stream at the call.
+        sends: elements sent to each member of an all_to_all; recorders do not see them.
     """
 
     group: Group
@@ -75,35 +75,35 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Work of the host."""
+    """An instruction to compute on the host."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Work of the device on the compute stream; NEVER: a kernel that does not end."""
+    """An instruction to run a kernel on the compute stream; with NEVER, it does not end."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The compute stream waits for the operation with a tag."""
+    """An instruction that makes the compute stream wait for the operation with a tag."""
 
     tag: str
 
 
 class Sync:
-    """The host waits for the device, as `loss.item()` does."""
+    """An instruction that makes the host wait for the device, like `loss.item()`."""
 
 
 class Hang:
-    """The host never executes another instruction."""
+    """An instruction at which the host hangs indefinitely."""
 
 
 class Die:
-    """The process is gone, and its device stops."""
+    """An instruction at which the process dies and its device stops."""
 
 
 Instruction = Call | Host | Kernel | Wait | Sync | Hang | Die
@@ -111,7 +111,7 @@ Instruction = Call | Host | Kernel | Wait | Sync | Hang | Die
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """One operation of one rank, with its times in seconds; None: has not happened."""
+    """One operation of one rank, with its times in seconds; None if it has not happened."""
 
     rank: int
     call: Call
@@ -128,7 +128,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Rank:
-    """One rank's state."""
+    """The state of one rank."""
 
     rank: int
     program: Sequence[Instruction]
@@ -146,7 +146,7 @@ class Rank:
 
 
 class Engine:
-    """Runs the programs of all ranks until nothing moves any more."""
+    """A simulator that runs the programs of all ranks until no event is left."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class Engine:
 
 
 def comm_key(launch: Launch) -> CommKey:
-    """Return the communicator of a launch: its group's, or its pair's."""
+    """Return the key of a launch's communicator: its group's, or its pair's."""
     call = launch.call
     if not call.parts or call.batched:
         return (call.group.name, call.group.ranks)
@@ -340,7 +340,7 @@ def comm_key(launch: Launch) -> CommKey:
 
 
 def finishes_early(launch: Launch) -> bool:
-    """Return whether a rank only hands data over, so that its kernel need not wait for all."""
+    """Return whether a rank only sends data, so that its kernel need not wait for all others."""
     call = launch.call
     if call.operation == "broadcast":
         return call.root == launch.rank
@@ -348,7 +348,7 @@ def finishes_early(launch: Launch) -> bool:
 
 
 def _served(launches: Sequence[Launch]) -> Iterable[Launch]:
-    """Return the launches whose kernel ends now that all members' kernels run."""
+    """Return the launches whose kernels can end now that the kernels of all members run."""
     first = launches[0].call
     if any(launch.call.broken or not _fits(launch.call, first) for launch in launches):
         return []

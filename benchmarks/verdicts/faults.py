@@ -1,9 +1,9 @@
-"""The families of cases: faults in a job, and the diagnosis that each should get.
+"""The families of cases: faults in a job, and the expected diagnoses.
 
-A family changes the programs of some ranks at one place and states the truth. The valid answers are
-stated per case: sets of ranks that are right, and causes that are acceptable, the best one first. A
-case is decidable if the records can single out the ranks; this is computed from the finished run,
-not from any analyzer's answer.
+A family modifies the programs of some ranks at one place and states the truth. Valid answers are
+stated per case: acceptable sets of ranks and acceptable causes, the best one first. A case is
+decidable if the records can single out the culprits. This is computed from the finished run, not
+from any analyzer's answer.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def is_decidable(truth: Truth, engine: Engine) -> bool:
-    """Return whether the end of a run can single out the ranks.
+    """Return whether the final state of a run can single out the culprits.
 
-    A rank whose host stopped must have nothing pending, or its absence looks like a wait; and some
-    other rank must wait for it.
+    A rank whose host hangs must have no pending operation, because it would then seem to be
+    waiting. In addition, another rank must be waiting for it.
     """
     if truth.decidable is not None:
         return truth.decidable
@@ -107,7 +107,7 @@ def is_decidable(truth: Truth, engine: Engine) -> bool:
 
 
 def _is_alone_unstarted(engine: Engine, culprit: int) -> bool:
-    """Return whether all others started the operation that the culprit has not started."""
+    """Return whether all other members have started an operation that the culprit has not."""
     heads = [one for one in engine.ranks[culprit].launches if one.ended is None]
     for head in heads[:1]:
         if head.started is not None or head.call.parts:

@@ -1,8 +1,8 @@
-"""How a job's ranks are divided into process groups.
+"""Assign a job's ranks to process groups.
 
-Groups are made in the same order on all ranks, as `new_group` requires; their names count all
-groups of the job or are hashes of their members, as in newer versions of device meshes. Only
-members know a group.
+Groups are created in the same order on all ranks, as `new_group` requires. Their names are running
+numbers over all groups of the job or, as in newer device meshes, hashes of their members. A group
+exists only on its members.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Layout:
     """A mesh of ranks; the last axis varies fastest.
 
     Attributes:
-        axes: (name, size) of each axis, slowest first.
+        axes: (name, size) of each axis, the slowest-varying first.
         groups: axis name -> its groups; "world" -> the default group.
-        places: axis name -> rank -> the number of its group.
+        places: axis name -> rank -> the index of its group.
     """
 
     world_size: int
@@ -37,18 +37,18 @@ class Layout:
         return self.groups[axis][self.places[axis][rank]]
 
     def coordinate(self, axis: str, rank: int) -> int:
-        """Return a rank's place along an axis."""
+        """Return a rank's coordinate along an axis."""
         return self.group(axis, rank).ranks.index(rank)
 
     def own(self, rank: int) -> list[Group]:
-        """Return all groups of a rank, in the order of their creation."""
+        """Return all groups of a rank, in creation order."""
         return list(dict.fromkeys(self.group(axis, rank) for axis in self.groups))
 
 
 def mesh(
     axes: Sequence[tuple[str, int]], *, hashed: bool = False, described: bool = True
 ) -> Layout:
-    """Lay ranks out on a mesh, with one group per line along each axis."""
+    """Arrange ranks in a mesh, with one group per line along each axis."""
     world_size = 1
     for _, size in axes:
         world_size *= size

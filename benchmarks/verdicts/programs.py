@@ -1,7 +1,8 @@
 """Training programs: the operations that each rank's host enqueues in each step.
 
-A program is a list of steps, a step a list of instructions, the same function for all ranks. The
-shapes are arbitrary; the order and the dependencies are those of the named kind of training.
+A program is a list of steps, and a step is a list of instructions, built by the same function for
+all ranks. Shapes are arbitrary; the order and the dependencies are those of the named kind of
+training.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ StepMaker = Callable[["Shape", int, int], Step]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The numbers of one job, drawn once for all its ranks."""
+    """The random parameters of one job, drawn once for all its ranks."""
 
     layout: Layout
     layers: int
@@ -35,8 +36,8 @@ class Program:
     """A kind of job.
 
     Attributes:
-        axes: world size -> mesh, for the sizes that fit.
-        backend: "nccl" or "gloo"; with Gloo the host itself waits in every operation.
+        axes: world size -> mesh axes, for the supported world sizes.
+        backend: "nccl" or "gloo"; with Gloo, the host itself waits in every operation.
     """
 
     name: str
@@ -67,7 +68,7 @@ def _loss(shape: Shape, rank: int) -> Iterator[Instruction]:
 
 
 def _extra(shape: Shape, rank: int, step: int) -> Iterator[Instruction]:
-    """Evaluate and save now and then: rank 0 writes, and the others wait in a barrier."""
+    """Occasionally evaluate and save: rank 0 writes, and the others wait in a barrier."""
     if not shape.extra_every or step % shape.extra_every != shape.extra_every - 1:
         return
     world = shape.layout.group("world", rank)
@@ -211,7 +212,7 @@ def _tp_dp(shape: Shape, rank: int, step: int) -> Step:
 def _exchange(
     shape: Shape, rank: int, parts: list[tuple[str, int]], line: int, **how: object
 ) -> Step:
-    """Exchange messages with neighbours of the pipeline, in one batch or one after another."""
+    """Exchange messages with neighbouring stages, in one batch or one after another."""
     group = shape.layout.group("pp", rank)
     place = group.ranks.index(rank)
     found = [
@@ -291,7 +292,7 @@ def _gpipe(shape: Shape, rank: int, step: int) -> Step:
 
 
 def _moe(shape: Shape, rank: int, step: int) -> Step:
-    """Exchange tokens with experts: the counts differ by rank, layer and step."""
+    """Exchange tokens with experts, with counts that differ by rank, layer and step."""
     group = shape.layout.group("ep", rank)
     size = len(group.ranks)
     mine = group.ranks.index(rank)
@@ -353,7 +354,7 @@ def _context(shape: Shape, rank: int, step: int) -> Step:
 
 
 def _ulysses(shape: Shape, rank: int, step: int) -> Step:
-    """Exchange heads for sequence with equal splits."""
+    """Exchange sequence shards for head shards by all-to-all with equal splits."""
     group = shape.layout.group("cp", rank)
     size = len(group.ranks)
     even = (24,) * size
@@ -421,7 +422,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def draw_shape(random: Random, program: Program, world_size: int) -> Shape:
-    """Draw the numbers of a job."""
+    """Draw the random parameters of a job."""
     hashed = program.backend == "nccl" and random.random() < 0.3
     layout = mesh(
         program.axes(world_size), hashed=hashed, described=hashed or random.random() < 0.6

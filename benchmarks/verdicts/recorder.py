@@ -1,9 +1,9 @@
-"""The dump that torch's flight recorder on one rank would have written at a given moment.
+"""Write the dump that torch's flight recorder on one rank would have written at a given moment.
 
-Times of the model become wall-clock nanoseconds of the rank's host; the states are those that torch
-derives while it dumps. The watchdog polls at its own period, so `pg_status` and the times of
-discovery lag behind the states. Parts of a batch never have a state, and without timing nothing is
-ever seen as started.
+Times of the model are converted to wall-clock nanoseconds of the rank's host. The states are those
+that torch derives while it dumps. The watchdog polls at its own period, so `pg_status` and the
+times of discovery lag behind the states. Parts of a batch never have a state, and without timing no
+operation is ever seen as started.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Manner:
     """Options for the dumps of one case.
 
     Attributes:
-        timing: starts of kernels are recorded (TORCH_NCCL_ENABLE_TIMING).
-        eager: communicators are made with the group; else a rank's `pg_config` and `pg_status` hold
-            only the groups that it has used.
-        clock_skew_s: host number -> error of its wall clock.
+        timing: True if kernel starts are recorded (TORCH_NCCL_ENABLE_TIMING).
+        eager: True if communicators are created with the group; otherwise, a rank's `pg_config` and
+            `pg_status` contain only the groups that it has used.
+        clock_skew_s: host number -> error of its wall clock in seconds.
     """
 
     version: str
@@ -50,7 +50,7 @@ class Manner:
 
     @property
     def has_frames(self) -> bool:
-        """Whether stacks are written: torch's JSON has none."""
+        """True if stacks are written; torch's JSON format has none."""
         return not self.as_json
 
 
@@ -65,7 +65,7 @@ class Recorder:
         self._phase_s = (rank * 0.0137) % WATCHDOG_S
 
     def write(self, folder: Path, moment_s: float) -> None:
-        """Write the dump of a moment."""
+        """Write the dump at a moment to a folder."""
         top = self.dump(moment_s)
         path = folder / f"{self._manner.backend}_trace_rank_{self._rank.rank}"
         if self._manner.as_json:
@@ -74,7 +74,7 @@ class Recorder:
             path.write_bytes(pickle.dumps(top, protocol=2))
 
     def dump(self, moment_s: float) -> dict[str, object]:
-        """Return the dump of a moment as plain data."""
+        """Return the dump at a moment as plain data."""
         launches = [one for one in self._rank.launches if one.created <= moment_s]
         numbers = {group: number for number, group in enumerate(self._groups)}
         frames: dict[tuple[str, int], list[dict[str, object]]] = {}
@@ -131,7 +131,7 @@ class Recorder:
         }
 
     def _noticed_s(self, time_s: float | None) -> float:
-        """Return when the watchdog's next round after `time_s` is."""
+        """Return the time of the watchdog's first poll at or after `time_s`; None: infinity."""
         if time_s is None:
             return math.inf
         return math.ceil((time_s - self._phase_s) / WATCHDOG_S) * WATCHDOG_S + self._phase_s
@@ -198,7 +198,7 @@ class Recorder:
 
 
 def moves(dumps: Callable[[int], Rank], moments: dict[int, float], groups: list[Group]) -> bool:
-    """Return whether dumps prove motion: one rank completed what another had not entered."""
+    """Return whether dumps prove progress: one rank completed what another had not yet entered."""
     for group in groups:
         there = [rank for rank in group.ranks if rank in moments]
         entered, completed = [], []
@@ -244,7 +244,7 @@ def _frames(function: str, line: int) -> list[dict[str, object]]:
 
 
 def _as_json(top: dict[str, object]) -> dict[str, object]:
-    """Write as torch's JSON does: no time is 0, and the counters are strings."""
+    """Convert a dump to torch's JSON form, with 0 for missing times and counters as strings."""
     out = dict(top)
     entries = top.get("entries")
     if isinstance(entries, list):

@@ -5,8 +5,9 @@
     python -m benchmarks.verdicts.run --write FOLDER           # only write the cases
     python -m benchmarks.verdicts.run --answers FILE           # score another analyzer's answers
 
-The seed "develop" is for work on an analyzer; the table is made with another. `--answers` takes a
-JSON object of case name to {"cause", "culprit_ranks", "confidence"}, or null for no alarm.
+The seed "develop" is for work on an analyzer; the table is made with a different seed. `--answers`
+takes a JSON object that maps each case name to {"cause", "culprit_ranks", "confidence"}, or to null
+for no alarm.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CHUNK = 15
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 1 if one of echelon's bars is missed."""
+    """Run the command line; return 1 if echelon misses a required score."""
     options = _options(arguments)
     cases = list(_chosen(options))
     if options.write is not None:
@@ -89,7 +90,7 @@ def _given(given: Any, name: str) -> Answer:
 
 
 def passes(score: Score) -> bool:
-    """Return whether the bars are met: 97 %, 97 %, 0.5 %, no alarm on a healthy job."""
+    """Return whether all required scores are met: 97 %, 97 %, 0.5 %, and no false alarms."""
     exact, acceptable = _rate(score.culprits_exact), _rate(score.cause_acceptable)
     wrong = _rate(score.confidently_wrong)
     alarms, _ = score.false_alarms
@@ -105,7 +106,7 @@ def _shown(share: tuple[int, int]) -> str:
 
 
 def print_table(scores: dict[str, Score]) -> None:
-    """Print one line per measure."""
+    """Print the table, with one line per measure."""
     print("| | " + " | ".join(scores) + " |")
     print("|---|" + "---|" * len(scores))
     for label, name in (
@@ -121,7 +122,7 @@ def print_table(scores: dict[str, Score]) -> None:
 
 
 def print_families(scores: dict[str, Score]) -> None:
-    """Print how many cases of each family are right."""
+    """Print the number of right answers in each family."""
     print("\n| family | " + " | ".join(scores) + " |\n|---|" + "---|" * len(scores))
     by_family = {name: score.families() for name, score in scores.items()}
     for family in next(iter(by_family.values())):
@@ -133,7 +134,7 @@ def print_families(scores: dict[str, Score]) -> None:
 
 
 def print_wrong(name: str, score: Score) -> None:
-    """Print each case that is not right."""
+    """Print each case with a wrong answer."""
     for one in score.marks:
         if one.is_right:
             continue

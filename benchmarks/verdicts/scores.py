@@ -1,4 +1,4 @@
-"""Comparison of an analyzer's answers with the truth."""
+"""Compare an analyzer's answers with the truth."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Answer:
     """An analyzer's answer to a case.
 
     Attributes:
-        cause: in the vocabulary of `docs/verdicts.md`; "" for nothing wrong.
+        cause: a cause as named in `docs/verdicts.md`; "" if nothing is wrong.
         culprits: the ranks that it names.
-        confidence: "certain", "likely", "possible"; "likely" for an analyzer without one.
-        failed: why there is no answer, "" if there is one.
+        confidence: "certain", "likely" or "possible"; "likely" if the analyzer reports none.
+        failed: why the analyzer gave no answer, or "" if it gave one.
     """
 
     cause: str = ""
@@ -28,46 +28,46 @@ class Answer:
 
     @property
     def is_alarm(self) -> bool:
-        """Whether it reports that something is wrong."""
+        """True if the answer reports a fault."""
         return bool(self.cause) and not self.failed
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One answer, judged."""
+    """A judged answer."""
 
     truth: dict[str, Any]
     answer: Answer
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing is wrong in this case."""
+        """True if the case has no fault."""
         return bool(self.truth["healthy"])
 
     @property
     def counts(self) -> bool:
-        """Whether the case is a decidable fault."""
+        """True if the case is a decidable fault."""
         return not self.is_healthy and bool(self.truth["decidable"])
 
     @property
     def culprits_exact(self) -> bool:
-        """Whether exactly an acceptable set of ranks is named."""
+        """True if the named ranks are exactly one of the acceptable sets."""
         named = sorted(self.answer.culprits)
         return self.answer.is_alarm and named in self.truth["acceptable_culprits"]
 
     @property
     def cause_acceptable(self) -> bool:
-        """Whether the cause is one of those that the records allow."""
+        """True if the cause is one of the acceptable causes."""
         return self.answer.is_alarm and self.answer.cause in self.truth["acceptable_causes"]
 
     @property
     def false_alarm(self) -> bool:
-        """Whether a healthy job is reported to be at fault."""
+        """True if the answer reports a fault in a healthy job."""
         return self.is_healthy and self.answer.is_alarm
 
     @property
     def confidently_wrong(self) -> bool:
-        """Whether a wrong answer has the confidence "likely" or "certain".
+        """True if a wrong answer has the confidence "likely" or "certain".
 
         Naming no rank is not wrong. In an undecidable case, a named rank must be among those that
         the truth allows.
@@ -82,7 +82,7 @@ class Mark:
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer has no fault at all."""
+        """True if the answer is right in every respect."""
         if self.is_healthy:
             return not self.answer.is_alarm and not self.answer.failed
         if not self.counts:
@@ -92,7 +92,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The sums over many cases."""
+    """The totals over many cases."""
 
     marks: Sequence[Mark]
 
@@ -102,27 +102,27 @@ class Score:
 
     @property
     def culprits_exact(self) -> tuple[int, int]:
-        """(right, of) over the decidable faults."""
+        """(exact culprit sets, cases) over the decidable faults."""
         return self._share(one.culprits_exact for one in self.marks if one.counts)
 
     @property
     def cause_acceptable(self) -> tuple[int, int]:
-        """(right, of) over the decidable faults."""
+        """(acceptable causes, cases) over the decidable faults."""
         return self._share(one.cause_acceptable for one in self.marks if one.counts)
 
     @property
     def confidently_wrong(self) -> tuple[int, int]:
-        """(wrong, of) over all cases."""
+        """(confidently wrong answers, cases) over all cases."""
         return self._share(one.confidently_wrong for one in self.marks)
 
     @property
     def false_alarms(self) -> tuple[int, int]:
-        """(alarms, of) over the healthy jobs."""
+        """(false alarms, cases) over the healthy jobs."""
         return self._share(one.false_alarm for one in self.marks if one.is_healthy)
 
     @property
     def failed(self) -> tuple[int, int]:
-        """(no answer, of) over all cases."""
+        """(missing answers, cases) over all cases."""
         return self._share(bool(one.answer.failed) for one in self.marks)
 
     def families(self) -> dict[str, Score]:

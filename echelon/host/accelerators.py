@@ -1,6 +1,6 @@
-"""Count the accelerators of this machine, and find their NUMA nodes.
+"""Count this host's accelerators and find their NUMA nodes.
 
-Everything is read from files of the kernel, because the launcher does not load torch.
+Everything is read from /dev, /proc and /sys, because the launcher does not load torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _BUS = re.compile(r"Bus Location:\s*([0-9a-fA-F:.]+)")
 
 
 def num_nvidia(environ: Mapping[str, str], dev: Path = Path("/dev")) -> int:
-    """Return the number of NVIDIA GPUs that a program with this environment would see."""
+    """Return the number of NVIDIA GPUs visible to a program with this environment."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     there = len(list(dev.glob("nvidia[0-9]*")))
     return there if visible is None else min(there, len(visible_devices(visible)))
 
 
 def num_intel(drm: Path = Path("/sys/class/drm")) -> int:
-    """Return the number of Intel GPUs."""
+    """Return the number of Intel GPUs on this host."""
     vendors = [path / "device/vendor" for path in drm.glob("renderD*")]
     return sum(path.is_file() and path.read_text().strip() == _INTEL for path in vendors)
 
@@ -33,7 +33,7 @@ def visible_devices(text: str) -> list[str]:
 
 
 def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
-    """Return the CUDA_VISIBLE_DEVICES value that lets a local rank see only its own GPU.
+    """Return the CUDA_VISIBLE_DEVICES value that exposes only a local rank's own GPU.
 
     Raises:
         ValueError: the launcher's own CUDA_VISIBLE_DEVICES lists too few GPUs for this rank.
@@ -53,9 +53,9 @@ def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
 def numa_nodes_of_gpus(
     environ: Mapping[str, str], proc: Path = Path("/proc"), sys: Path = Path("/sys")
 ) -> list[int]:
-    """Return the NUMA node of each visible NVIDIA GPU; GPUs are numbered by PCI address.
+    """Return the NUMA node of each visible NVIDIA GPU, numbering GPUs by PCI address.
 
-    The list is empty if there are no GPUs, or if CUDA_VISIBLE_DEVICES does not identify GPUs by
+    The list is empty if the host has no GPUs, or if CUDA_VISIBLE_DEVICES does not identify GPUs by
     number.
     """
     nodes = []

@@ -1,7 +1,7 @@
-"""Read the limits of a process's cgroups (versions 1 and 2), and the machine's pressure.
+"""Read the limits of a process's cgroups (v1 and v2) and the host's pressure stall information.
 
-The limits of parent groups, such as a pod's or a Slurm job's, apply as well. Only the limit that is
-closest to being reached is reported, together with the usage of its group.
+The limits of ancestor groups, such as a pod's or a Slurm job's, apply as well. Only the limit that
+is closest to being reached is reported, together with its group's usage.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
     """Return the number of cores that this process may use, at least 1.
 
     Args:
-        root: the folder where the control groups are mounted.
-        own: the file that lists the groups of this process.
+        root: the folder where the cgroups are mounted.
+        own: the file that lists this process's cgroups.
     """
     cores = len(os.sched_getaffinity(0))
     return max(1, min([cores, *(round(quota) for quota in _quotas(root, own))]))
@@ -30,7 +30,7 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits and usage of a process's cgroups at one moment. None means no known limit."""
+    """The limits and usage of a process's cgroups at one moment; None: unlimited or unknown."""
 
     throttled_ns: int | None = None  # since the cgroup was made
     memory_bytes: int | None = None
@@ -61,9 +61,9 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return, for each resource, the share of the last 10 s in which tasks were waiting for it.
+    """Return the fraction of the last 10 s in which tasks were stalled on each resource.
 
-    The keys are "cpu", "io" and "memory"; the values are from the "some" lines of /proc/pressure.
+    The keys are "cpu", "io" and "memory". The values come from the "some" lines in /proc/pressure.
     """
     shares = {}
     for kind in ("cpu", "io", "memory"):
@@ -101,7 +101,7 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
 
 
 def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
-    """Return the values of one group, leaving out missing and unlimited values."""
+    """Return one group's values, omitting missing and unlimited ones."""
     found: dict[str, int] = {}
     for field, file, row, unit in _SOURCES[version]:
         text = read_text(f"{folder}/{file}", "cgroup", denied)
@@ -112,7 +112,7 @@ def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
 
 
 def _nearest(groups: list[dict[str, int]], field: str) -> int | None:
-    """Return a field from the process's own group or, failing that, from the nearest ancestor."""
+    """Return a field from the innermost group that has it."""
     return next((group[field] for group in groups if field in group), None)
 
 
@@ -125,7 +125,7 @@ def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int 
 
 
 def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | None) -> int:
-    """Return the size of the cached files in the group with the given usage and limit."""
+    """Return the page cache size, in bytes, of the group with the given usage and limit."""
     for group in groups:
         if (group.get("memory_bytes"), group.get("memory_limit_bytes")) == (used, limit):
             return group.get("inactive_file", 0) + group.get("active_file", 0)
@@ -133,7 +133,7 @@ def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | No
 
 
 def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) for each of a process's groups and their parents, innermost first."""
+    """Yield (version, folder) for a process's groups and their ancestors, innermost first."""
     for line in read_text(f"/proc/{pid}/cgroup", "cgroup", denied).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -147,7 +147,7 @@ def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield the path of a group and the paths of its ancestors, ending with "" for the root."""
+    """Yield the paths of a group and its ancestors, ending with "" for the root."""
     group = path.rstrip("/")
     while group:
         yield group
@@ -182,7 +182,7 @@ def _quotas(root: Path, own: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path) -> float:
-    """Return a group's CPU quota in cores, or 0 if it has none."""
+    """Return a group's CPU quota in cores, or 0 if it is unlimited."""
     words = read_text(f"{folder}/cpu.max", "cgroup", []).split() or [
         read_text(f"{folder}/cpu.{name}", "cgroup", []).strip()
         for name in ("cfs_quota_us", "cfs_period_us")

@@ -1,6 +1,6 @@
-"""Examine the descendants of a process: whether they are alive, and what they are waiting for.
+"""Examine a process's descendants: whether they are alive, and what they are waiting for.
 
-The stack of a rank that is waiting for a data-loader worker does not show what the worker is doing.
+The stack of a rank that is waiting for a DataLoader worker does not show what the worker is doing.
 The worker is therefore examined too, from outside and without interrupting it.
 """
 
@@ -20,7 +20,7 @@ _EXIT_CODE_FIELD = 49  # in /proc/PID/stat, counted after the name; readable if 
 
 
 def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[HostChild, ...], int]:
-    """Examine up to `limit` descendants of a process. Also return the number of descendants."""
+    """Examine up to `limit` descendants; return them and the total number of descendants."""
     below = descendants(pid)
     return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)
 
@@ -46,7 +46,7 @@ def look_at(pid: int) -> HostChild:
 
 
 def _exit_code(fields: list[str]) -> int | None:
-    """Return a dead process's exit code, as in `subprocess`, or None if it cannot be read."""
+    """Return a dead process's exit code in `subprocess` form, or None if it cannot be read."""
     if len(fields) <= _EXIT_CODE_FIELD:
         return None
     status = int(fields[_EXIT_CODE_FIELD])
@@ -56,12 +56,12 @@ def _exit_code(fields: list[str]) -> int | None:
 
 
 def _is_python(pid: int) -> bool:
-    """Return whether a process runs Python, so that py-spy can read its stacks."""
+    """Return whether a process has Python mapped, so that py-spy can read its stacks."""
     return "python" in read_text(f"/proc/{pid}/maps", "maps", [])
 
 
 def _main_stack(stacks: str) -> str:
-    """Return the main thread's part of a stack dump, truncated to 12 KiB."""
+    """Return the main thread's stack from a dump of all threads, truncated to 12 KiB."""
     blocks = [block.strip("\n") for block in stacks.split("\n\n") if block.strip()]
     mains = [block for block in blocks if block.endswith(" in <module>")]
     return (mains or blocks)[-1][:_MAX_STACK] if blocks else ""

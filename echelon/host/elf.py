@@ -1,7 +1,7 @@
-"""Find the function that contains a given offset in a program's or library's file.
+"""Find the function at a given offset in an executable or shared library.
 
 The names come from the symbol tables of 64-bit little-endian ELF files. Only regular files are
-opened. No names are found in a damaged file or in a file of another format.
+opened. Damaged files and files in other formats yield no names.
 """
 
 from __future__ import annotations

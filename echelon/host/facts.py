@@ -16,7 +16,7 @@ TRACING = "ptrace"  # among `not_permitted`: its stacks and memory may not be re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Socket:
-    """A TCP connection of a rank, as seen by the host. A value of -1 means unknown."""
+    """A TCP socket of a rank, as reported by the kernel. A value of -1 means unknown."""
 
     local: str = ""  # "10.0.0.1:29500"
     peer: str = ""
@@ -34,7 +34,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
-    """A rank's thread as seen by the host; the rank's black box does not record it."""
+    """A thread of a rank, as shown in /proc; the rank's black box does not contain this."""
 
     name: str = ""
     call: str = ""  # the kernel call in which it waits; "" if it runs, or if the call is not known
@@ -42,18 +42,18 @@ class HostThread:
 
     @property
     def is_gloos(self) -> bool:
-        """Whether torch's Gloo backend runs its collectives on this thread."""
+        """True if this is a thread on which torch's Gloo backend runs collectives."""
         return self.name == GLOO_THREAD
 
     @property
     def is_in_collective(self) -> bool:
-        """Whether the thread is inside a collective, where it waits with a timeout."""
+        """True if this Gloo thread is inside a collective: it waits in a futex with a timeout."""
         return self.is_gloos and self.call == "futex" and self.timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostChild:
-    """A descendant of a rank, such as a data loader's worker, a compiler or a checkpoint helper."""
+    """A descendant of a rank, such as a DataLoader worker, a compiler or a checkpoint helper."""
 
     pid: int = 0
     command: str = ""  # its command line, shortened

@@ -1,8 +1,8 @@
 """Identify this host and this process in a form that other processes can compare.
 
-A pid means nothing in another PID namespace, and may be reused in its own namespace. So a process
-is identified by (inode of its PID namespace, pid, start ticks). Two network namespaces on one
-machine share a boot id but count as two hosts.
+A pid is meaningless in another PID namespace, and may be reused in its own namespace. Therefore, a
+process is identified by (inode of its PID namespace, pid, start ticks). Two network namespaces on
+one machine share a boot id but count as two hosts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def boot_id() -> str:
 
 
 def clock_id() -> str:
-    """Return the name of this process's monotonic clock; equal names mean the same clock.
+    """Return an id of this process's monotonic clock; equal ids mean the same clock.
 
-    The name consists of the boot id and, if the kernel supports time namespaces, the namespace's
-    inode. The result is "" if the boot id cannot be read.
+    The id consists of the boot id and, if the kernel supports time namespaces, the namespace's
+    inode. It is "" if the boot id cannot be read.
     """
     boot, inode = boot_id(), _namespace("time")
     return f"{boot}/{inode}" if boot and inode else boot  # a kernel without time namespaces
@@ -55,7 +55,7 @@ def find_process(own_pid: int, ticks: int) -> int | None:
         ticks: the process's `start_ticks`, which are the same in all PID namespaces.
 
     Returns:
-        The pid, or None if no such process exists or is visible from here.
+        The pid, or None if no such process is visible in this namespace.
     """
     if start_ticks(own_pid) == ticks:
         return own_pid
@@ -101,7 +101,7 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """Return this host's identity; processes with the same "boot" and "net" can share memory."""
+    """Return this host's identity; processes with equal "boot" and "net" can share memory."""
     return {"boot": boot_id(), "net": _namespace("net"), "pids": pid_namespace()}
 
 

@@ -2,12 +2,12 @@
 
 The kernel shows where a waiting thread left user space: its program counter and stack pointer. The
 function at that program counter is certain. Its callers are found by scanning the stack, where any
-word that points just past a call instruction may be a return address. Some of these words are left
-over from calls that have already returned, so callers are marked with `?`, as in the kernel's own
-traces.
+word that points just past a call instruction may be a return address. Some of these words are
+leftovers of calls that have already returned, so callers are marked with `?`, as in the kernel's
+own traces.
 
 This module only reads memory. A debugger would have to stop the process, which interrupts some
-system calls (`epoll_wait`). Running threads are left out, and only x86-64 is supported.
+system calls (`epoll_wait`). Running threads are skipped, and only x86-64 is supported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def native_stacks(pid: int, denied: list[str]) -> str:
 
 
 def named(frame: str) -> str:
-    """Prefix a frame of the form `path+0xoffset` with the function's name, if it is known."""
+    """Add the function's name, if known, to a frame of the form `path+0xoffset`."""
     path, _, offset = frame.rpartition("+0x")
     try:
         name = function_at(path, int(offset, 16)) if path.startswith("/") else ""

@@ -53,22 +53,22 @@ def sample(pid: int) -> Sample:
 
 
 def _ticks(fields: list[str]) -> int:
-    """Return the processor time, in ticks, of a process and of the children that it has reaped."""
+    """Return the CPU time, in ticks, of a process and of the children that it has reaped."""
     return sum(int(field) for field in fields[11:15])
 
 
 def _ticks_below(pid: int) -> int:
-    """Return the processor time, in ticks, of a process's live descendants."""
+    """Return the CPU time, in ticks, of a process's live descendants."""
     stats = [read_text(f"/proc/{child}/stat", "stat", []) for child in descendants(pid)]
     rows = [stat.rpartition(")")[2].split() for stat in stats]
     return sum(_ticks(fields) for fields in rows if len(fields) >= 22)
 
 
 def send(pid: int, start_ticks: int, number: int) -> bool:
-    """Send a signal to exactly this process, if it has a handler; return whether it was sent.
+    """Send a signal to this very process, if it has a handler; return whether it was sent.
 
-    Without a handler, the signal would kill the process. Where possible, a pidfd ensures that the
-    signal cannot reach another process that has reused the pid.
+    Without a handler, the signal would kill the process. If the kernel supports pidfds, the signal
+    cannot reach another process that has reused the pid.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -86,7 +86,7 @@ def send(pid: int, start_ticks: int, number: int) -> bool:
 
 
 def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
-    """Return the share of one core that a process and its descendants used between two samples."""
+    """Return the CPU use of a process and its descendants between two samples, in cores."""
     if not before.state or not after.state or elapsed_s <= 0:
         return None
     ticks = max(0, after.cpu_ticks - before.cpu_ticks)  # negative if a child left its parent
@@ -99,9 +99,9 @@ def oom_kills(pid: int) -> int | None:
 
 
 class Surroundings:
-    """The limits and connections of a process, read twice to see what changes.
+    """The cgroup limits and TCP sockets of a process, read twice to measure changes.
 
-    The constructor reads them once; `add_to` reads them again and reports what changed in between.
+    The constructor reads them once; `add_to` reads them again and computes the differences.
     """
 
     def __init__(self, pid: int) -> None:
@@ -110,7 +110,7 @@ class Surroundings:
         self._looked_ns = time.monotonic_ns()
 
     def add_to(self, host: HostFacts) -> HostFacts:
-        """Return `host` updated with the current facts; add unreadable files to `not_permitted`."""
+        """Return a copy of `host` with the current facts and the names of denied files added."""
         denied = list(host.not_permitted)
         elapsed_ns = time.monotonic_ns() - self._looked_ns
         now = limits(self._pid, denied)
@@ -137,7 +137,7 @@ def _num_threads(pid: int, denied: list[str]) -> int | None:
 
 
 def tail(path: Path, num_bytes: int) -> str:
-    """Return the last lines of a text file, up to `num_bytes`, or "" if it cannot be read."""
+    """Return the end of a text file, at most `num_bytes`, or "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Read the kernel's files about processes, and distinguish missing files from denied ones.
+"""Read files in /proc, distinguishing missing files from denied ones.
 
 A container may deny access to any file. The name of a denied file is recorded, and the file is
 treated as empty.

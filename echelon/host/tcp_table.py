@@ -1,7 +1,7 @@
 """Read the kernel's tables of TCP sockets, /proc/net/tcp and /proc/net/tcp6.
 
-Rows are kept as text, because a busy host may have a hundred thousand rows. To find a row, convert
-the address to the table's form and compare the text.
+Addresses are kept as text, because a busy host may have a hundred thousand rows. To find a row,
+convert the address to the table's form and compare the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Row(NamedTuple):
     """One row of a table of TCP sockets.
 
     Attributes:
-        local, peer: the socket's two addresses, in the table's form.
+        local, peer: the addresses of the socket's two ends, in the table's form.
         state: the TCP state, as two hexadecimal digits.
         unsent_bytes, unread_bytes: the sizes of the socket's queues. A listening socket's queues
             count connections.
@@ -61,10 +61,10 @@ def plain_address(host: str) -> str:
 
 
 def spellings(host: str, port: int) -> list[str]:
-    """Return the possible forms of an address in the tables, as hexadecimal words and the port.
+    """Return the possible forms of an address in the tables: hexadecimal words and the port.
 
-    The words are in machine byte order. If an IPv6 socket uses an IPv4 address, the IPv6 table
-    shows the mapped form of the address.
+    The words are in host byte order. If an IPv6 socket uses an IPv4 address, the IPv6 table shows
+    the IPv4-mapped form.
     """
     address = ipaddress.ip_address(plain_address(host))
     packed = [address.packed]
@@ -74,7 +74,7 @@ def spellings(host: str, port: int) -> list[str]:
 
 
 def unspell(end: str) -> tuple[bytes, int]:
-    """Parse an address from a row; return it in packed form, with its port."""
+    """Parse an address from a row; return the packed address and the port."""
     words, _, port = end.partition(":")
     raw = bytes.fromhex(words)
     if sys.byteorder == "little":
@@ -89,11 +89,10 @@ def _words(raw: bytes) -> str:
 
 
 def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
-    """Return the uid at the far end of each local connection that is still established.
+    """Return the uid at the far end of each connection between processes of this host.
 
-    Connections that the far end has closed, and connections that are in neither table, are left
-    out. Reading a table takes a few microseconds per socket on the machine, so do not call this
-    function in an event loop.
+    Connections that are no longer established or are in neither table are omitted. Reading a table
+    takes a few microseconds per socket on the host, so do not call this function in an event loop.
     """
     wanted = {
         (left, right): ends

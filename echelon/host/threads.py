@@ -1,7 +1,7 @@
-"""Read the threads of another process: their names, and the system calls in which they are waiting.
+"""Read another process's threads: their names, and the system calls in which they are waiting.
 
-The system calls distinguish a rank that is waiting for its peers from a sleeping rank, even if the
-rank's stacks cannot be read. Reading system calls requires permission to trace the process.
+The system calls distinguish a rank that is waiting for its peers from one that is sleeping, even if
+its stacks cannot be read. Reading system calls requires permission to trace the process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CALL = re.compile(r"(-?\d{1,10})((?: 0x[0-9a-f]{1,16})*)")
 
 
 def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[HostThread, ...]:
-    """Return a process's threads, main thread first; add the names of denied files to `denied`."""
+    """Return up to `limit` threads, main thread first; add names of denied files to `denied`."""
     others = sorted(number for number in numbers(f"/proc/{pid}/task") if number != pid)
     calls = _BY_MACHINE.get(platform.machine(), {})
     return tuple(
@@ -49,7 +49,7 @@ def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[Host
 
 
 def program_of(pid: int) -> int:
-    """Return the pid of the actual program: the only child of a shell, or the process itself."""
+    """Return the pid of the actual program, descending through shells with a single child."""
     while read_text(f"/proc/{pid}/comm", "comm", []).strip() in _SHELLS:
         below = children(pid)
         if len(below) != 1:
@@ -59,7 +59,7 @@ def program_of(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the live descendants of a process, or [] if the kernel does not list children."""
+    """Return the pids of a process's descendants, or [] if the kernel does not list children."""
     found = list(children(pid))
     for child in found:
         found += children(child)
@@ -67,7 +67,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> tuple[int, ...]:
-    """Return the children of a process."""
+    """Return the pids of a process's children."""
     below: list[int] = []
     for thread in numbers(f"/proc/{pid}/task"):
         text = read_text(f"/proc/{pid}/task/{thread}/children", "children", [])

@@ -20,12 +20,12 @@ _STEP_NAME = re.compile(r"step_(\d{1,18})")
 
 
 def note_checkpoint(path: Path, step: int | None) -> None:
-    """Report a committed checkpoint to the launcher; do nothing if there is no launcher.
+    """Report a committed checkpoint to the launcher, if there is one.
 
     Args:
         path: the folder in which the checkpoint was saved.
-        step: the step at which the checkpoint was saved, or None if unknown. If the folder is named
-            `step_<n>`, the name takes precedence.
+        step: the step at which the checkpoint was saved, or None if unknown. A folder name of the
+            form `step_<n>` takes precedence.
     """
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:
@@ -39,10 +39,10 @@ def note_checkpoint(path: Path, step: int | None) -> None:
 
 
 def last_step() -> int | None:
-    """Return the last step that this rank or an earlier attempt began.
+    """Return the last step that this rank began or, if it has begun none, an earlier attempt did.
 
     Returns:
-        The step; None if nothing is being recorded or no attempt has begun a step.
+        The step; None if no attempt has recorded the start of a step.
 
     Example:
         >>> last_step() is None  # nothing records in this process

@@ -1,4 +1,4 @@
-"""Measure the offset between this host's monotonic clock and rank 0's.
+"""Measure the offset from this host's monotonic clock to rank 0's.
 
 Ranks on the same host share the kernel's clock, so their offset is 0. Between hosts, the offset is
 measured by round trips, as in NTP. Rank 0 reads its clock during the round trip, so the midpoint of
@@ -6,8 +6,8 @@ the round trip is the best estimate of that moment, and half of the round trip b
 shortest round trip is used.
 
 Between hosts, the offset is measured once, when the world is created. Monotonic clocks drift apart
-by some microseconds per second, so the offset becomes inaccurate over time. The analysis detects
-contradictory stamps and then does not compare them (`analysis/evidence/timing.py`).
+by a few microseconds per second, so the offset becomes inaccurate over time. If stamps contradict
+each other, the analysis does not compare them (`analysis/evidence/timing.py`).
 
 `HostClocks` detects changes in the host's own clocks: an adjustment of the wall clock, or a
 suspension of the host. After a suspension, the offset to other hosts is unknown.
@@ -27,7 +27,7 @@ NOT_MEASURED = -1  # as `Identity.clock_error_ns`
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The offset to rank 0's clock.
+    """The offset from this host's clock to rank 0's.
 
     Rank 0's time is the local time plus `offset_ns`, with an error of at most `error_ns`.
     """
@@ -64,7 +64,7 @@ def measure_offset(
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """One moment, as shown by three clocks of a host. `boot_ns` includes suspended time."""
+    """One moment, read from three clocks of a host. `boot_ns` includes suspended time."""
 
     mono_ns: int
     wall_ns: int
@@ -83,17 +83,18 @@ class HostTime:
 
 
 class HostClocks:
-    """A detector of changes in a host's clocks between observations. Not thread-safe."""
+    """A detector of changes in a host's clocks between readings. Not thread-safe."""
 
     def __init__(self, mono_ns: int, wall_ns: int) -> None:
-        """Start observing at a given moment."""
+        """Take the first reading of the monotonic and wall clocks."""
         self._wall_offset_ns = wall_ns - mono_ns
         self._boot_offset_ns: int | None = None
 
     def look(self, now: HostTime) -> tuple[bool, bool]:
-        """Return whether the wall clock changed, and whether the host was suspended.
+        """Return whether the wall clock was adjusted, and whether the host was suspended.
 
-        Both refer to the time since the last call."""
+        Both refer to the time since the last call.
+        """
         wall = now.wall_ns - now.mono_ns
         has_moved = abs(wall - self._wall_offset_ns) > MOVED_NS
         if has_moved:
@@ -104,6 +105,6 @@ class HostClocks:
 
 
 def _boot_ns() -> int | None:
-    """Read the clock that includes suspended time; return None if it is not available."""
+    """Return the clock that includes suspended time, in ns, or None if unavailable."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.clock_gettime_ns(clock)

@@ -1,9 +1,9 @@
 """Define the messages between the launcher and the ranks that continue after a loss.
 
 - An epoch, in the job's store, lists the ranks that remain.
-- A standing, in RANK_DIR/standing.json, tells the launcher whether a rank can continue.
-- A notice, on the board in the job's store, tells the ranks of an attempt that ends which ranks
-  were lost with their nodes. Without it, the other ranks would wait for them.
+- A standing, in RANK_DIR/standing.json, reports to the launcher whether a rank can continue.
+- A notice, on the board in the job's store, names the ranks that an ending attempt lost with their
+  nodes. Without it, the other ranks would wait for them.
 
 Both the launcher and the ranks import this module.
 """
@@ -30,8 +30,8 @@ _MOST_NAMED = 64  # ranks in a notice, so that it fits into one write to the sto
 class Epoch:
     """The ranks of an attempt between two losses. A newer epoch replaces all earlier epochs.
 
-    An epoch with `joins` does not follow a loss. The ranks of the previous epoch finish their step,
-    and enter the new epoch together with the joining ranks.
+    An epoch with `joins` does not follow a loss. The ranks of the previous epoch finish their step
+    and then enter the new epoch together with the joining ranks.
 
     Attributes:
         number: the epoch's number, counting from 1. Epoch 0, in which the attempt begins, is not
@@ -87,29 +87,29 @@ class Epoch:
 
 
 def epoch_key(number: int) -> str:
-    """Return the key under which the store holds an epoch."""
+    """Return the store key of an epoch."""
     return f"continuation/{number}/epoch"
 
 
 def meeting_key(number: int) -> str:
-    """Return the store key of the gate at which the ranks of an epoch meet.
+    """Return the store key of the gate at which the ranks of an epoch wait for each other.
 
-    The gate is opened by the last rank to arrive, or by the launcher when a newer epoch begins.
+    The last rank to arrive opens the gate, or the launcher when a newer epoch begins.
     """
     return f"continuation/{number}/meeting"
 
 
 def begun_key(rank: int) -> str:
-    """Return the key that a rank sets in the store once it can continue after a loss.
+    """Return the store key that a rank sets once it can continue after a loss.
 
-    Standings reach the launcher with a delay. If a node is lost before it could send them, its
-    ranks' keys remain in the store.
+    Standings reach the launcher with a delay. If a node is lost before it has sent them, its ranks'
+    keys remain in the store.
     """
     return f"continuation/begun/{rank}"
 
 
 def lost_notice(ranks: Sequence[int], text: str) -> str:
-    """Return a notice for the board about lost ranks, as one word.
+    """Return a notice for the board about lost ranks, as JSON without spaces.
 
     Args:
         ranks: the ranks that were lost with their nodes.
@@ -137,7 +137,7 @@ class State(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """A rank's report about its own state.
+    """A rank's report of its own state.
 
     Attributes:
         epoch: the number of the rank's epoch.
@@ -160,7 +160,7 @@ class Standing:
 
 
 def note_standing(standing: Standing) -> bool:
-    """Report this rank's standing; return False if there is no launcher, or no writable folder."""
+    """Report this rank's standing to the launcher; return whether the report was written."""
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:
         return False
@@ -174,7 +174,7 @@ def note_standing(standing: Standing) -> bool:
 
 
 def read_standing(rank_dir: Path) -> Standing | None:
-    """Return a rank's latest report, or None if no report can be read."""
+    """Return a rank's latest standing, or None if none can be read."""
     try:
         told = json.loads((rank_dir / _FILE).read_text())
         return Standing(

@@ -32,7 +32,7 @@ _open_lock = threading.Lock()
 
 
 def current() -> Recorder | None:
-    """Return this process's recorder, or None if nothing is recorded.
+    """Return this process's recorder, or None if it does not record.
 
     The first call opens the recorder.
     """
@@ -40,12 +40,12 @@ def current() -> Recorder | None:
 
 
 def if_opened() -> Recorder | None:
-    """Return this process's recorder if it is already open, or None."""
+    """Return this process's recorder if it is already open, otherwise None."""
     return _recorder
 
 
 def record_as_rank(rank: int, world_size: int) -> None:
-    """Start recording if multiprocessing started this process as a rank."""
+    """Start recording as this rank if multiprocessing started the process."""
     global _opened
     if not _was_spawned():
         return

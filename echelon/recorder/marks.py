@@ -1,4 +1,4 @@
-"""Let users mark phases, steps and waits for data in their own code."""
+"""Mark phases, steps and waits for data in user code."""
 
 from __future__ import annotations
 

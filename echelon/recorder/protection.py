@@ -1,7 +1,7 @@
-"""Protect mapped rings against truncation of their files.
+"""Protect readers of mapped rings against truncation of the files.
 
 Reading a page beyond the end of the file raises SIGBUS. The C core's handler then replaces the
-mapping with empty memory. Without the C core, the process dies.
+mapping with zeroed memory. Without the C core, the process dies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Track how much time each thread has spent in its spans and in collectives.
+"""Track how much time each thread has spent in spans and in collectives.
 
-The totals are available without recording and do not wrap around, unlike the contents of a ring.
+Unlike the contents of a ring, the totals are available without recording and are never overwritten.
 Each thread has its own totals, so that waits on a checkpoint thread do not count as training time.
 """
 
@@ -12,13 +12,13 @@ MAX_NAMES = 256  # of spans; a program that numbers its spans must not grow a ta
 
 
 class Spent(threading.local):
-    """The time totals of the calling thread.
+    """The calling thread's time totals.
 
     Attributes:
         spans_ns: the total duration of ended spans in nanoseconds, keyed by name. A span inside
             another span of the same name does not count.
-        collectives_s: how long the thread was blocked in collectives and point-to-point transfers,
-            in seconds. Time hidden by computation does not count.
+        collectives_s: the time for which the thread was blocked in collectives and point-to-point
+            transfers, in seconds. Communication that overlaps with computation does not count.
     """
 
     def __init__(self) -> None:

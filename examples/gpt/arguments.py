@@ -1,4 +1,4 @@
-"""Argument parsing that answers a mistake with one clear line and exit code 2."""
+"""Parse arguments, reporting a mistake with one clear line and exit code 2."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NoReturn
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that leaves the usage text to --help."""
+    """An argument parser whose errors do not repeat the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit with code 2."""
+        """Print the error as one line and exit with code 2."""
         one_line = " ".join(message.split())
         self.exit(2, f"{self.prog}: error: {one_line}\n")
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
-    """Return a parser of integers from `minimum` up."""
+    """Return a function that parses an integer of at least `minimum`."""
 
     def read(text: str) -> int:
         if text.strip().lstrip("+-").isdecimal() and int(text) >= minimum:

@@ -1,4 +1,4 @@
-"""The command line: a flag for frequently changed settings, `--set` for everything else.
+"""The command line: flags for frequently changed settings, and `--set` for all others.
 
 A flag's destination is the dotted name of a setting, so a new setting needs no flag.
 """
@@ -108,7 +108,7 @@ def add_training(group: argparse._ArgumentGroup) -> None:
 
 
 def add_machine(group: argparse._ArgumentGroup) -> None:
-    """Add the flags for where and how the ranks compute."""
+    """Add the flags for the devices, dtypes and parallelism of the ranks."""
     at_least_1 = whole_number(1)
     add = group.add_argument
     add("--shard", dest="machine.shard", action="store_true", help="divide the model among ranks")

@@ -1,4 +1,4 @@
-"""A run as requested: everything that can be read and checked before the ranks meet."""
+"""The requested run: everything that can be read and checked before the ranks connect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, on which data, and how."""
+    """The model, the data and the settings of a run."""
 
     settings: Settings
     config: GPTConfig | ModelConfig
@@ -40,10 +40,10 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Properties that a checkpoint and the run that resumes it must share.
+        """The properties that must be equal in a checkpoint and the run that resumes it.
 
         They determine the weights' shapes and the order of the data. The number of ranks and the
-        batch size are not among them; the position in the data identifies its tokens by itself.
+        batch size may differ, because the position in the data does not depend on them.
         """
         return {**asdict(self.config), "seed": self.training.seed}
 
@@ -59,11 +59,11 @@ class Job:
         """Check that this run can continue from a checkpoint.
 
         Args:
-            path: of the checkpoint, for the message.
-            saved: its plain values.
+            path: the path of the checkpoint, for the message.
+            saved: the plain values of the checkpoint.
 
         Raises:
-            CheckpointError: it cannot; the message lists every difference.
+            CheckpointError: the runs differ; the message lists every difference.
             ValueError: the checkpoint's position belongs to other data.
         """
         before = saved.get("identity", {})
@@ -87,7 +87,7 @@ class Job:
             source.close()
 
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
-        """Return the settings of training that differ from those in a checkpoint's plain values."""
+        """Return the training settings that differ from those in a checkpoint's plain values."""
         there, here = saved.get("settings", {}), to_dict(self.settings)
         sections = ("model", "data", "training", "machine")
         before, after = ({name: all_.get(name, {}) for name in sections} for all_ in (there, here))
@@ -97,7 +97,7 @@ class Job:
         """Check that all hosts read the same tokens. Collective.
 
         Raises:
-            ValueError: they do not; the message names the ranks that differ from rank 0.
+            ValueError: the tokens differ; the message names the ranks that differ from rank 0.
         """
         found = world.all_gather_object(self.corpus.fingerprint)
         different = [rank for rank, numbers in enumerate(found) if numbers != found[0]]
@@ -110,7 +110,7 @@ class Job:
 
 
 def prepare(settings: Settings) -> Job:
-    """Read and check everything that the settings name, so that mistakes surface before the start.
+    """Read and check everything that the settings name, so that errors appear before the start.
 
     Raises:
         ValueError: the settings contradict each other or the text.
@@ -137,7 +137,7 @@ def prepare(settings: Settings) -> Job:
 
 
 def require_consistent(settings: Settings) -> None:
-    """Check the settings that need no file.
+    """Check the settings that can be checked without reading files.
 
     Raises:
         ValueError: settings contradict each other, or a folder to write into does not exist.
@@ -173,10 +173,10 @@ def require_consistent(settings: Settings) -> None:
 
 
 def require_composed(settings: Settings) -> None:
-    """Check that the ways of dividing the work can be combined.
+    """Check that the requested kinds of parallelism can be combined.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: two of them exclude each other.
     """
     training, machine = settings.training, settings.machine
     for one, other, is_asked in (
@@ -198,10 +198,10 @@ def require_composed(settings: Settings) -> None:
 
 
 def require_folder_of(path: Path) -> None:
-    """Check that `path` can be created, rather than find out after hours of training.
+    """Check that the folder of `path` exists, to avoid an error after hours of training.
 
     Raises:
-        ValueError: its folder does not exist.
+        ValueError: the folder does not exist.
     """
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: no such folder")
@@ -211,10 +211,10 @@ def make_config(settings: Settings, known: int = 1) -> GPTConfig | ModelConfig:
     """Return the model's sizes.
 
     Args:
-        known: number of tokens in the data's vocabulary.
+        known: the number of tokens in the data's vocabulary.
 
     Raises:
-        ValueError: no model can have these sizes.
+        ValueError: the sizes are invalid.
     """
     model = settings.model
     if model.init_from is not None:
@@ -244,7 +244,7 @@ def read_sizes(folder: str, context: int, known: int) -> ModelConfig:
 
     Raises:
         ValueError: the data has a different vocabulary from the model.
-        CheckpointError: there is no readable model.
+        CheckpointError: the folder contains no readable model.
     """
     config = read_config(folder)
     if config.vocabulary < known:
@@ -298,7 +298,7 @@ def read_activations(text: str) -> tuple[str, int]:
     """Parse `full`, `every=N`, `selective` or `none` into a mode and an interval.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the text has none of these forms.
     """
     if text in ("none", "full", "selective"):
         return text, 1
@@ -309,7 +309,7 @@ def read_activations(text: str) -> tuple[str, int]:
 
 
 def unfit(training: TrainingSettings, world_size: int) -> str | None:
-    """Return why these settings do not suit so many ranks, or None if they do."""
+    """Return why these settings do not fit the number of ranks, or None if they do."""
     parts = training.num_parts
     for flag, size in (("--pipeline", training.pipeline), ("--tp", training.tp)):
         if world_size % size:

@@ -1,7 +1,7 @@
 """All settings of a run in one typed configuration: defaults < preset < file < flags.
 
-`--config run.toml` reads a file, `--set training.lr=3e-4` overrides one value, and the resulting
-configuration is written beside the log and into each checkpoint.
+`--config run.toml` reads a file, and `--set training.lr=3e-4` overrides one value. The resulting
+configuration is written next to the log and into each checkpoint.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import Any, Literal
 
 
 def whole(default: int, least: int = 1) -> Any:
-    """Return a field for integers from `least` up."""
+    """Return a field for integers of at least `least`."""
     return field(default=default, metadata={"least": least})
 
 
 def maybe(least: int = 1) -> Any:
-    """Return an optional field for integers from `least` up."""
+    """Return an optional field for integers of at least `least`."""
     return field(default=None, metadata={"least": least})
 
 
 def at_least_zero(default: float) -> Any:
-    """Return a field for numbers from 0 up."""
+    """Return a field for nonnegative numbers."""
     return field(default=default, metadata={"least": 0})
 
 
 def positive(default: float | None) -> Any:
-    """Return a field for numbers above 0."""
+    """Return a field for positive numbers."""
     return field(default=default, metadata={"above": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model to train."""
+    """The settings of the model."""
 
     kind: Literal["gpt", "gpt2", "llama"] = "gpt"  # the example's own, or of echelon.train.models
     layers: int = whole(4)
@@ -46,7 +46,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The data to train on."""
+    """The settings of the training data."""
 
     sources: tuple[str, ...] = ()  # PATH or PATH:WEIGHT
     workers: int = whole(1)  # threads that read ahead
@@ -56,7 +56,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The training itself."""
+    """The settings of the training itself."""
 
     steps: int = whole(1200)
     batch: int = whole(16)
@@ -74,7 +74,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine, and how the ranks divide the work."""
+    """The settings of devices, and of parallelism over the ranks."""
 
     shard: bool = False
     tp: int = whole(1)
@@ -91,7 +91,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When to save checkpoints, which to keep, and from which to continue."""
+    """When to save checkpoints, which ones to keep, and which one to resume."""
 
     path: str | None = None  # a folder that gets one for each step
     every: int | None = maybe()  # steps
@@ -106,7 +106,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What to report."""
+    """The settings of the reports."""
 
     log: str | None = None
     tensorboard: str | None = None  # a folder for event files

@@ -1,7 +1,7 @@
 """Faults for the examples in this folder: `--fault NAME --rank R --step S`.
 
-Each fault does what its name says, in plain code. Neither this file nor the examples know the
-runtime that explains what follows.
+Each fault does what its name says, in plain code. Neither this file nor the examples refer to the
+runtime that explains the consequences.
 `evaluation`, `compile_pause`, `saves` and `uneven_work` are healthy: every rank does something that
 takes long, and then continues.
 """
@@ -37,7 +37,7 @@ workers = int(arguments.fault.startswith("worker"))
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Numbers to learn from; reading one of them may hang, in this process or in a worker."""
+    """A dataset of numbers; reading a row may hang, in this process or in a worker."""
 
     def __init__(self, num_rows: int | None = None) -> None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -71,7 +71,7 @@ def wait_for_the_disk() -> None:
 
 
 def work(step: int) -> None:
-    """Do the work of a training loop between its steps; on one rank, something may go wrong."""
+    """Do the work between two training steps; on one rank, the requested fault may occur."""
     if arguments.fault == "uneven_work":
         _compute(0.1 * rank)
     if step != arguments.step:
@@ -86,12 +86,12 @@ def work(step: int) -> None:
 
 
 def has_had_enough(step: int) -> bool:
-    """Return whether this rank leaves its loop early, as a guard against NaN would."""
+    """Return whether this rank leaves its loop early, as with a guard against NaN."""
     return step == arguments.step and is_due("leave")
 
 
 def batches(loader: Iterator) -> Iterator:
-    """Iterate over a loader that holds fewer batches on one rank."""
+    """Iterate over a loader that yields fewer batches on one rank."""
     for step, batch in enumerate(loader):
         if step == arguments.step and is_due("uneven"):
             return
@@ -99,7 +99,7 @@ def batches(loader: Iterator) -> Iterator:
 
 
 def checkpoint_path() -> Path:
-    """Return where to write a checkpoint; for one rank, a pipe that no process reads."""
+    """Return the path for a checkpoint; with a fault on this rank, a pipe that no process reads."""
     path = Path(arguments.folder) / f"checkpoint_{rank}_{os.getpid()}.pt"
     if is_due("checkpoint"):
         os.mkfifo(path)

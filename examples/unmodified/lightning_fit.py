@@ -13,7 +13,7 @@ warnings.simplefilter("ignore")
 
 
 class Model(lightning.LightningModule):
-    """A small regression."""
+    """A small regression model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Model(nn.Module):
-    """A small regression; its forward returns the loss, as Trainer expects."""
+    """A small regression model whose forward returns the loss, as Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Model(nn.Module):
 
 
 class Works(TrainerCallback):
-    """A user's callback."""
+    """A user's callback that works between steps."""
 
     def on_step_end(self, args: object, state: object, control: object, **_: object) -> object:
         """Run between steps, like a user's callback."""
@@ -33,7 +33,7 @@ class Works(TrainerCallback):
 
 
 def collate(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch by names."""
+    """Return a batch as a dict of the model's arguments."""
     xs, ys = zip(*rows, strict=True)
     return {"x": torch.stack(xs), "labels": torch.stack(ys)}
 

@@ -1,9 +1,9 @@
-"""The trainings that must end with the same bits: each layout, on each number of ranks and engine.
+"""The trainings that must end with the same bits: each layout, number of ranks and engine.
 
-A cell with `HSDP` divides every unit between two ranks; on an odd number of ranks, its groups of
-shards have a single one. A cell with changes trains in 21 parts, each from the checkpoint of the
-part before, in a layout and on a number of ranks that are drawn by chance. All cells of an engine
-have the same seed, so that a cell is the same in every run of the command.
+A cell with `HSDP` shards every unit over two ranks; on an odd number of ranks, its shard groups
+have a single rank. A cell with changes trains in 21 parts, each from the checkpoint of the previous
+part, with a random layout and number of ranks. All cells of an engine have the same seed, so a cell
+is the same in every run of the command.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KINDS = (*_LAYOUTS, CHANGES)
 
 @dataclass(frozen=True)
 class Part:
-    """Some steps of a training, from `start` up to, but not including, `stop`."""
+    """A range of a training's steps, from `start` up to, but not including, `stop`."""
 
     layout: Layout
     num_ranks: int
@@ -65,7 +65,7 @@ class Cell:
 
     Attributes:
         kind: one of `KINDS`.
-        num_ranks: the number of ranks; 0 if it changes on the way.
+        num_ranks: the number of ranks; 0 if it changes between parts.
         engine: one of `ENGINES`.
     """
 
@@ -75,12 +75,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The name in records."""
+        """The cell's name in records."""
         ranks = f" on {self.num_ranks}" if self.num_ranks else ""
         return f"{self.kind}{ranks}, {self.engine}"
 
     def parts(self, num_steps: int) -> list[Part]:
-        """Return what to train, one part after the other."""
+        """Return the parts of the training in order."""
         if self.num_ranks:
             layout = _LAYOUTS[self.kind][self.num_ranks]
             return [Part(layout, self.num_ranks, 0, num_steps)]
@@ -99,7 +99,7 @@ REFERENCE = Cell("replicated", 1, "shm, C")
 
 
 def cells() -> list[Cell]:
-    """Return all cells: the reference first, then small ones before large ones."""
+    """Return all cells: the reference first, then the others from small to large."""
     found = [
         Cell(kind, size, engine)
         for size in SIZES

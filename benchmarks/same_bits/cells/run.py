@@ -1,15 +1,15 @@
 """Train in every layout, on every number of ranks and engine, and compare all bits.
 
     python -m benchmarks.same_bits.cells.run                # all cells without a record
-    python -m benchmarks.same_bits.cells.run --minutes 30 --most-load 2   # as far as that goes
+    python -m benchmarks.same_bits.cells.run --minutes 30 --most-load 2   # within these limits
     python -m benchmarks.same_bits.cells.run --cells HSDP   # those with HSDP in their name
     python -m benchmarks.same_bits.cells.run --table        # of all records so far
 
 A small model with dropout is trained for 200 steps of 9 micro-batches. Losses, norms, weights and
-optimizer state must have the bits of one process without shards. Records are lines of JSON, written
-as soon as a cell is over. A cell with a record is not run again, unless it failed; a cell whose
-bits differ keeps its record until that line is deleted. The table is kept for the docs: `make
-bench-docs` puts it into the page.
+optimizer state must have the bits of one process without sharding. Records are lines of JSON,
+written as soon as a cell is over. A cell with a record is not run again, unless it failed; a cell
+whose bits differ keeps its record until that line is deleted. The table is stored for the docs:
+`make bench-docs` inserts it into the page.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the cells that have no record, as far as the options allow."""
+    """Run the cells that have no record, within the limits of the options."""
     known = {one["cell"] for one in _read(options.out, options.steps) if has_ended(one)}
     until_s = time.monotonic() + 60 * options.minutes
     wanted = [one for one in cells() if one == REFERENCE or options.cells in one.name]
@@ -94,7 +94,7 @@ def _record(cell: Cell, num_steps: int) -> Record:
 
 
 def _train(cell: Cell, num_steps: int) -> Record:
-    """Train all parts of a cell; return the hash of the state, and that of losses and norms."""
+    """Train all parts of a cell; return the hashes of the state and of the losses and norms."""
     backend, engine = ENGINES[cell.engine]
     losses: list[float] = []
     norms: list[float] = []

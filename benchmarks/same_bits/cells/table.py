@@ -1,4 +1,4 @@
-"""The table of cells, from their records: which of them have the reference's bits."""
+"""Build the table of cells from their records: which cells have the reference's bits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _HASHES = ("sha256", "losses_and_norms_sha256")
 
 
 def has_ended(record: Record) -> bool:
-    """Return whether a training ended with the same bits on all of its ranks."""
+    """Return whether a training ended, with the same bits on all of its ranks."""
     return "sha256" in record
 
 
 def same_bits(record: Record, records: Sequence[Record]) -> bool:
-    """Return whether a training ended with the reference's bits, on the same kind of machine."""
+    """Return whether a training has the bits of a reference from the same kind of machine."""
     return has_ended(record) and any(
         one["cell"] == REFERENCE.name
         and _machine(one) == _machine(record)
@@ -28,7 +28,7 @@ def same_bits(record: Record, records: Sequence[Record]) -> bool:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Return one row per layout and engine, with a column per number of ranks."""
+    """Return the table: one row per layout and engine, one column per number of ranks."""
     known = {one["cell"]: one for one in records}
     names = {(cell.kind, cell.num_ranks, cell.engine): cell.name for cell in cells()}
 
@@ -58,7 +58,7 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def _machine(record: Record) -> tuple[Any, ...]:
-    """Return what kernels depend on besides the model."""
+    """Return the conditions that must match for equal bits: processor, versions and batches."""
     conditions = record["conditions"]
     return conditions["processor"], conditions["peers"], record["steps"], record["micro_batches"]
 

@@ -1,1 +1,1 @@
-"""Families of cases, by type of fault."""
+"""The families of cases, grouped by type of fault."""

@@ -1,4 +1,4 @@
-"""Families in which ranks call different things."""
+"""Families in which the arguments or kinds of the ranks' calls differ."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.verdicts.families.scene import Scene, Truth
 
 
 def plain(call: Call) -> bool:
-    """Return whether a call is a collective that all members make alike."""
+    """Return whether a call is a collective without a root, and not a barrier."""
     return not call.parts and call.root < 0 and call.operation != "all_reduce_barrier"
 
 
 def with_majority(scene: Scene) -> tuple[int, int, int, Call]:
-    """Draw a rank, a step and a plain call of it, in a group of more than two if any."""
+    """Draw a rank, a step and a plain call in it, if possible in a group of more than two."""
     rank, step = scene.rank(), scene.step()
     places = scene.calls(rank, step, plain)
     voted = [i for i in places if len(scene.call(rank, step, i).group.ranks) > 2] or places
@@ -30,7 +30,7 @@ def _odd_call(scene: Scene, cause: str, **changes: object) -> Truth:
 
 
 def op_mismatch(scene: Scene) -> Truth:
-    """One rank calls another collective."""
+    """Make one rank call a different collective."""
     rank, step, index, call = with_majority(scene)
     other = "all_gather" if call.operation != "all_gather" else "all_reduce"
     scene.change(rank, step, index, replace(call, operation=other, line=call.line + 3))
@@ -38,7 +38,7 @@ def op_mismatch(scene: Scene) -> Truth:
 
 
 def shape_mismatch(scene: Scene) -> Truth:
-    """One rank passes tensors of twice the size."""
+    """Make one rank pass tensors of twice the size."""
     rank, step, index, call = with_majority(scene)
     odd = replace(call, inputs=_grown(call.inputs), outputs=_grown(call.outputs))
     scene.change(rank, step, index, odd)
@@ -50,12 +50,12 @@ def _grown(sizes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def dtype_mismatch(scene: Scene) -> Truth:
-    """One rank passes another dtype."""
+    """Make one rank pass a different dtype."""
     return _odd_call(scene, "dtype_mismatch", dtype="BFloat16")
 
 
 def all_alike(scene: Scene) -> Truth:
-    """All ranks pass an output that does not fit their input."""
+    """Make all ranks of a group pass an output whose size does not match their input."""
     rank, step = scene.rank(), scene.step()
     gathers = ("_all_gather_base", "_reduce_scatter_base")
     index = scene.random.choice(scene.calls(rank, step, lambda call: call.operation in gathers))
@@ -68,7 +68,7 @@ def all_alike(scene: Scene) -> Truth:
 
 
 def even_splits(scene: Scene) -> Truth:
-    """One rank sends one token more to one peer than that peer expects."""
+    """Make one rank send one more token to one peer than that peer expects."""
     rank, step = scene.rank(), scene.step()
     index = scene.random.choice(scene.calls(rank, step, lambda call: bool(call.sends)))
     call = scene.call(rank, step, index)

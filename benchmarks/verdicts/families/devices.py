@@ -1,4 +1,4 @@
-"""Families in which a device or a link stops."""
+"""Families in which a device or a link fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.verdicts.layouts import RANKS_PER_HOST
 
 
 def device_kernel(scene: Scene) -> Truth:
-    """A compute kernel never ends: later kernels on this device never start."""
+    """Make a compute kernel hang, so that later kernels on its device never start."""
     rank, step = scene.rank(), scene.step()
     kernels = [i for i, one in enumerate(scene.programs[rank][step]) if isinstance(one, Kernel)]
     scene.change(rank, step, scene.random.choice(kernels), Kernel(NEVER))
@@ -19,7 +19,7 @@ def device_kernel(scene: Scene) -> Truth:
 
 
 def device_unnoticed(scene: Scene) -> Truth:
-    """The device stops in a collective after it has given its peers what they need."""
+    """Make a device hang in a collective after it has sent its peers all their data."""
     rank, step = scene.rank(), scene.step()
     places = scene.calls(rank, step, lambda call: not call.parts and call.root < 0)
     index = scene.random.choice(places)
@@ -28,7 +28,7 @@ def device_unnoticed(scene: Scene) -> Truth:
 
 
 def network(scene: Scene) -> Truth:
-    """No packet passes between two hosts any more: all ranks are inside, and none completes."""
+    """Cut the link between two hosts: all ranks are in the operation, and none completes it."""
     random = scene.random
     per_host = max(1, min(RANKS_PER_HOST, scene.world_size // 2))
     a, b = random.sample(range(scene.world_size // per_host), 2)

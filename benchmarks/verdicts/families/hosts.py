@@ -1,4 +1,4 @@
-"""Families in which a host program stops or dies."""
+"""Families in which a rank's host program hangs or dies."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ def _is_small(scene: Scene, call: Call) -> bool:
 
 
 def host_hang(scene: Scene) -> Truth:
-    """One rank stops before one of its calls."""
+    """Make one rank hang before one of its calls."""
     rank = scene.rank()
     _stop_before(scene, rank, scene.step(), Hang())
     return Truth(causes=_HOST, culprits=((rank,),))
 
 
 def host_hang_subgroup(scene: Scene) -> Truth:
-    """One rank stops before a call in a group smaller than the world."""
+    """Make one rank hang before a call in a group smaller than the world."""
     rank = scene.rank()
     _stop_before(scene, rank, scene.step(), Hang(), small=True)
     return Truth(causes=_HOST, culprits=((rank,),))
 
 
 def host_hang_first_use(scene: Scene) -> Truth:
-    """The rank hangs before its first operation of all."""
+    """Make one rank hang before its very first operation."""
     rank = scene.rank()
     scene.programs[rank][0].insert(0, Hang())
     return Truth(causes=_HOST, culprits=((rank,),))
 
 
 def host_hang_data(scene: Scene) -> Truth:
-    """The rank hangs at the beginning of a step, in its loader."""
+    """Make one rank hang at the beginning of a step, in its data loader."""
     rank = scene.rank()
     scene.programs[rank][scene.step()].insert(0, Hang())
     return Truth(causes=_HOST, culprits=((rank,),))
 
 
 def two_host_hangs(scene: Scene) -> Truth:
-    """Two ranks stop at the beginning of the same step."""
+    """Make two ranks hang at the beginning of the same step."""
     ranks = sorted(scene.random.sample(range(scene.world_size), 2))
     step = scene.step()
     for rank in ranks:
@@ -60,14 +60,14 @@ def two_host_hangs(scene: Scene) -> Truth:
 
 
 def dead_rank(scene: Scene) -> Truth:
-    """One rank dies and leaves no dump."""
+    """Make one rank die without leaving a dump."""
     rank = scene.rank()
     _stop_before(scene, rank, scene.step(), Die())
     return Truth(causes=_DEAD, culprits=((rank,),), lost=(rank,))
 
 
 def dead_host(scene: Scene) -> Truth:
-    """All ranks of one machine are gone in the same step."""
+    """Make all ranks of one host die in the same step."""
     hosts = scene.world_size // RANKS_PER_HOST
     if hosts < 2:
         return dead_rank(scene)
@@ -80,7 +80,7 @@ def dead_host(scene: Scene) -> Truth:
 
 
 def hang_and_lost_dump(scene: Scene) -> Truth:
-    """One rank hangs; the dump of another, which only waits, was not written."""
+    """Make one rank hang, and omit the dump of another rank that only waits."""
     rank, lost = scene.random.sample(range(scene.world_size), 2)
     scene.programs[rank][scene.step()].insert(0, Hang())
     return Truth(causes=_HOST, culprits=((rank,), tuple(sorted((rank, lost)))), lost=(lost,))

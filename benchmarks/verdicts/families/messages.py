@@ -23,7 +23,7 @@ _UNMATCHED = ("p2p_unmatched", "skipped_collective", "host_hang", "order_desync"
 
 
 def p2p_missing(scene: Scene) -> Truth:
-    """One rank leaves out one message and continues."""
+    """Make one rank skip one message and continue."""
     rank, step, index, call = _p2p_place(scene)
     gone = scene.random.randrange(len(call.parts))
     peer = call.parts[gone].peer
@@ -33,7 +33,7 @@ def p2p_missing(scene: Scene) -> Truth:
 
 
 def p2p_wrong_peer(scene: Scene) -> Truth:
-    """One rank sends to, or receives from, a rank that expects nothing of it."""
+    """Make one rank send to, or receive from, a rank without a matching call."""
     rank, step, index, call = _p2p_place(scene)
     wrong = scene.random.randrange(len(call.parts))
     part = call.parts[wrong]
@@ -46,12 +46,12 @@ def p2p_wrong_peer(scene: Scene) -> Truth:
 
 
 def p2p_size(scene: Scene) -> Truth:
-    """One message of a batch has another size than the other side expects."""
+    """Give one message of a batch a different size from the one that the peer expects."""
     return _odd_part(scene, "shape_mismatch", sizes=(64, 16))
 
 
 def p2p_dtype(scene: Scene) -> Truth:
-    """One message of a batch has another dtype than the other side expects."""
+    """Give one message of a batch a different dtype from the one that the peer expects."""
     return _odd_part(scene, "dtype_mismatch", dtype="Half")
 
 

@@ -1,4 +1,4 @@
-"""A job that a family may change, the truth about it, and the definition of a family."""
+"""The definition of a family: a job that it modifies, and the truth about the result."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SUBGROUPS = ("hsdp", "tp_dp", "megatron", "moe", "ulysses")
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """What happened.
+    """The truth about a case.
 
     Attributes:
-        causes: acceptable ones, the best first; ("healthy",) if nothing is wrong.
-        culprits: acceptable sets of ranks, the best first.
-        lost: ranks that left no dump.
-        decidable: None: computed from the run.
+        causes: the acceptable causes, the best one first; ("healthy",) if nothing is wrong.
+        culprits: the acceptable sets of ranks, the best one first.
+        lost: the ranks that left no dump.
+        decidable: True if the dumps can single out the culprits; None: computed from the run.
     """
 
     causes: tuple[str, ...]
@@ -38,7 +38,7 @@ class Truth:
 
 @dataclass(kw_only=True)
 class Scene:
-    """A job that a family may change before it runs."""
+    """A job that a family can modify before it runs."""
 
     random: Random
     shape: Shape
@@ -51,7 +51,7 @@ class Scene:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks in the job."""
         return self.shape.layout.world_size
 
     def rank(self) -> int:
@@ -59,11 +59,11 @@ class Scene:
         return self.random.randrange(self.world_size)
 
     def step(self) -> int:
-        """Draw a step with two steps of its kind before it."""
+        """Draw a step that has at least two steps before it and is not the last."""
         return self.random.randint(2, self.steps - 2)
 
     def calls(self, rank: int, step: int, which: Callable[[Call], bool] | None = None) -> list[int]:
-        """Return the places of calls in a step of a rank."""
+        """Return the indices of the calls in a rank's step, filtered by `which`."""
         return [
             index
             for index, one in enumerate(self.programs[rank][step])
@@ -76,7 +76,7 @@ class Scene:
         self.programs[rank][step] = [*old[:index], *new, *old[index + 1 :]]
 
     def call(self, rank: int, step: int, index: int) -> Call:
-        """Return the call at a place."""
+        """Return the call at an index of a rank's step."""
         found = self.programs[rank][step][index]
         assert isinstance(found, Call), found
         return found
@@ -87,7 +87,7 @@ Fault = Callable[[Scene], Truth]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of case, and the programs in which it can be shown."""
+    """A kind of case, and the programs to which it applies."""
 
     name: str
     make: Fault

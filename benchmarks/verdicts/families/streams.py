@@ -1,4 +1,4 @@
-"""Families in which the order or the number of calls differs."""
+"""Families in which the order or the number of calls differs between ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _slip_causes(scene: Scene) -> tuple[str, ...]:
 
 
 def skipped(scene: Scene) -> Truth:
-    """One rank leaves a collective out."""
+    """Make one rank skip a collective."""
     rank, step, index, _ = with_majority(scene)
     call = scene.call(rank, step, index)
     rest = [one for one in scene.programs[rank][step] if one is not call]
@@ -31,7 +31,7 @@ def skipped(scene: Scene) -> Truth:
 
 
 def extra(scene: Scene) -> Truth:
-    """One rank makes a collective twice."""
+    """Make one rank call a collective twice."""
     rank, step, index, call = with_majority(scene)
     again = replace(call, tag="", line=call.line + 5, function="evaluate", blocking=True)
     scene.change(rank, step, index, call, again)
@@ -39,7 +39,7 @@ def extra(scene: Scene) -> Truth:
 
 
 def uneven_inputs(scene: Scene) -> Truth:
-    """One rank has fewer batches: it leaves the loop and proceeds to the final barrier."""
+    """Give one rank fewer batches, so that it leaves the loop and enters the final barrier."""
     rank, step = scene.rank(), scene.step()
     world = scene.shape.layout.group("world", rank)
     scene.programs[rank][step:] = [
@@ -59,7 +59,7 @@ def uneven_inputs(scene: Scene) -> Truth:
 
 
 def order_desync(scene: Scene) -> Truth:
-    """One rank calls two neighbouring operations of different groups in the other order."""
+    """Make one rank call two adjacent operations of different groups in reverse order."""
     random = scene.random
     step = scene.step()
     rank = scene.rank()
@@ -88,7 +88,7 @@ def _neighbours(places: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _block(scene: Scene, step: int, *indices: int) -> None:
-    """Make the calls at some places block on all ranks, so that their order matters."""
+    """Make the calls at some indices blocking on all ranks, so that their order matters."""
     for steps in scene.programs:
         for index in indices:
             one = steps[step][index]

@@ -3,7 +3,7 @@
     header | identity, twice | live words | last words | open spans | strings | spans | operations |
     kept operations | recent
 
-The offsets depend only on the two capacities in the header. Each part starts on a page boundary.
+The offsets depend only on the two capacities in the header. Each section starts on a page boundary.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ STRINGS_OFFSET = OPEN_SPANS_OFFSET + _pages(NUM_OPEN_SPANS * SPAN_SLOT.itemsize)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The byte offsets of a ring's parts, computed from the ring's capacities."""
+    """The byte offsets of a ring's sections, computed from the ring's capacities."""
 
     num_operations: int
     num_spans: int
 
     @property
     def spans_offset(self) -> int:
-        """The offset of the first slot for ended spans."""
+        """The byte offset of the first slot for ended spans."""
         return STRINGS_OFFSET + _pages(STRINGS_BYTES)
 
     @property
     def operations_offset(self) -> int:
-        """The offset of the first slot for operations."""
+        """The byte offset of the first slot for operations."""
         return self.spans_offset + _pages(self.num_spans * SPAN_SLOT.itemsize)
 
     @property
     def kept_offset(self) -> int:
-        """The offset of the first slot for operations that outlived their original slots."""
+        """The byte offset of the first slot for operations that outlived their original slots."""
         return self.operations_offset + _pages(self.num_operations * OPERATION_SLOT.itemsize)
 
     @property
     def recent_offset(self) -> int:
-        """The offset of `recent`."""
+        """The byte offset of `recent`."""
         return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
 
     @property
     def file_bytes(self) -> int:
-        """The size of the whole file."""
+        """The size of the whole file in bytes."""
         return self.recent_offset + _pages(RECENT_BYTES)

@@ -64,7 +64,7 @@ DEFAULT_NUM_SPANS = 1024
 
 
 class State(IntEnum):
-    """How far an operation has progressed."""
+    """The progress of an operation."""
 
     EMPTY = 0
     CREATED = 1
@@ -290,9 +290,9 @@ SPAN = np.dtype(
 class Identity:
     """The process that wrote a black box, and the time and settings of its recording.
 
-    `mono_ns` and `wall_ns` are read at the same moment. A stamp of this rank is converted to rank
-    0's clock by adding `clock_offset_ns`. The error of that offset was at most `clock_error_ns`
-    when it was measured; -1 means that the offset is unknown.
+    `mono_ns` and `wall_ns` are read at the same moment. Adding `clock_offset_ns` converts a stamp
+    of this rank to rank 0's clock. The error of that offset was at most `clock_error_ns` when it
+    was measured; -1 means that the offset is unknown.
     """
 
     rank: int
@@ -313,7 +313,7 @@ class Identity:
 
     @property
     def misses_operations(self) -> bool:
-        """Whether the rank called device operations, which are not recorded."""
+        """True if the rank called operations on device tensors, which are not recorded."""
         return bool(self.settings.get("device_operations"))
 
     def changed(self, **changes: Any) -> Identity:
@@ -331,9 +331,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The arguments of an operation, which are equal on all ranks of a correctly called collective.
+    """The dtype, shapes and splits of an operation.
 
-    If the full lists did not fit into the slot, `shapes` and the splits are empty, and `summary`
+    If the full lists exceed the format's limits, `shapes` and the splits are empty, and `summary`
     contains (number of tensors, number of elements, CRC32 of the full lists).
     """
 
@@ -401,7 +401,7 @@ class Record:
 
 
 def encode_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as runs of the form `first-last:stride`."""
+    """Format ranks as comma-separated ranges of the form `first-last:stride`."""
     runs: list[str] = []
     i = 0
     while i < len(ranks):

@@ -1,4 +1,4 @@
-"""Count the torn and damaged parts of a ring, and report each kind once."""
+"""Count the torn and damaged items of a ring, and report each kind once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Damage:
         self._warnings: Counter[str] = Counter()
 
     def warn(self, text: str) -> None:
-        """Record damage to the ring itself rather than to this copy."""
+        """Record damage to the ring itself, which another copy would also show."""
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:
-        """Record that `count` items were incomplete or damaged."""
+        """Record that `count` items, described by `what`, were incomplete or damaged."""
         if count:
             self.num_torn += count
             self.warn(f"{count} {what}")

@@ -1,7 +1,7 @@
-"""Write dump files, which are copies of black boxes in an incident folder.
+"""Write dump files: copies of black boxes in an incident folder.
 
-A dump is a msgpack file organised in columns. Each field is one little-endian array, so that dumps
-of thousands of ranks load quickly. A dump becomes visible only when it is complete.
+A dump is a columnar msgpack file. Each field is one little-endian array, so that dumps of thousands
+of ranks load quickly. A dump becomes visible only when it is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from echelon.recorder.format.schema import (
 
 
 def pack_dump(record: Record) -> bytes:
-    """Return a record as the bytes of a dump file."""
+    """Serialize a record as the contents of a dump file."""
     top = {
         "kind": DUMP_KIND,
         "version": [FORMAT_MAJOR, FORMAT_MINOR],
@@ -76,7 +76,7 @@ def write_dump(record: Record, path: Path) -> None:
 
 
 def empty_record(path: Path, identity: Identity, host: HostFacts, *warnings: str) -> Record:
-    """Return a record for a rank without a ring, containing only facts from the host."""
+    """Return a record of a rank without a ring, with only the facts observed by the host."""
     return Record(
         path=str(path),
         identity=identity,

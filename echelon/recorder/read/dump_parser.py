@@ -1,4 +1,4 @@
-"""Turn the contents of a dump into a record, and check every index and length."""
+"""Convert the contents of a dump to a record, checking every index and length."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def record_of_dump(path: Path, top: dict[str, Any]) -> Record:
 
     Raises:
         DumpFormatError: a field has the wrong type.
-        KeyError, TypeError, ValueError, AttributeError, OverflowError: a part is malformed.
+        KeyError, TypeError, ValueError, AttributeError, OverflowError: an entry is malformed.
     """
     strings = [_text(text) for text in top["strings"]] or [""]
     groups = _groups(top["groups"])
@@ -82,7 +82,7 @@ def _flag(value: object) -> bool:
 
 
 def _groups(entries: Sequence[Any]) -> list[Group]:
-    """Read the groups, with a limit on the total number of ranks."""
+    """Read the groups; raise ValueError if they name more than `MAX_RANKS` ranks in total."""
     left, groups = MAX_RANKS, []
     for name, ranks in entries:
         groups.append(Group(_text(name), decode_ranks(ranks, left)))
@@ -102,10 +102,7 @@ def _signature_of(entry: Sequence[Any]) -> Signature:
 
 
 def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Read a table of columns, skipping unknown columns.
-
-    Missing columns are filled with 0.
-    """
+    """Read a table of columns; skip unknown columns, and fill missing ones with 0."""
     length = int(table["length"])
     columns: Mapping[str, bytes] = table["columns"]
     names = [name for name in dtype.names or () if name in columns]

@@ -1,8 +1,7 @@
 """Read black boxes: live rings, rings of dead processes, and dump files.
 
-The readers do not change anything and are safe to use on untrusted files. Data that fails a check
-is left out and counted in `Record.warnings`. A file that is not a black box raises
-`DumpFormatError`.
+The readers modify nothing and are safe to use on untrusted files. Data that fails a check is
+omitted and counted in `Record.warnings`. A file that is not a black box raises `DumpFormatError`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _HEADER_BYTES = LIVE_OFFSET + LIVE_BYTES
 
 
 def read(path: Path) -> Record:
-    """Read a ring or a dump, depending on the first bytes of the file.
+    """Read a ring or a dump, detecting which one from the first bytes of the file.
 
     Raises:
         DumpFormatError: the file is neither a ring nor a dump, is too new, or cannot be opened.
@@ -110,7 +109,7 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
 
 
 def _ring_bytes(path: Path) -> tuple[Layout, bytes]:
-    """Read a ring's file, up to the size declared in the header."""
+    """Read a ring's file, up to the size declared in its header; return its layout and bytes."""
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)
@@ -192,7 +191,7 @@ class LiveRing:
 
     @property
     def file(self) -> tuple[int, int]:
-        """The identity of the mapped file."""
+        """The device and inode numbers of the mapped file."""
         return self._identity
 
     @property
@@ -222,13 +221,13 @@ class LiveRing:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the rank has closed the ring at the end of its program."""
+        """True if the rank has closed its ring, as it does when its program exits."""
         self._follow()
         return bool(self._live[Live.CLOSED])
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks, rather than the program's own marks, record the rank's phases."""
+        """True if hooks, rather than the program's own marks, record the rank's phases."""
         if not self._is_hooked:
             try:
                 identity = read_identity(self._map[:_HEADER_BYTES], self._path, Damage())
@@ -238,14 +237,14 @@ class LiveRing:
         return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
-        """Return the oldest pending operation's call time, and the number of pending operations."""
+        """Return the oldest pending operation's call stamp, or 0, and the number pending."""
         in_slots, num_in_slots = _oldest_open(self._slots)
         kept, num_kept = _oldest_open(self._kept)
         oldest = min((called for called in (in_slots, kept) if called), default=0)
         return oldest, num_in_slots + num_kept
 
     def sight(self, rank: int) -> Sight:
-        """Return the facts about this rank that the stall rule needs."""
+        """Return this rank's state as the stall rule requires it."""
         self._follow()
         words = self.words()
         pending_mono_ns, num_pending = self.pending()
@@ -292,7 +291,7 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return the oldest pending operation's call time, and the number of pending operations."""
+    """Return the oldest pending operation's call stamp, or 0, and the number pending."""
     state, head = slots["state"], slots["head"]
     ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
     open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)

@@ -15,7 +15,7 @@ _SIGNATURE_FIXED = struct.Struct("<IIIHH")
 
 
 class Call(NamedTuple):
-    """A signature, given as indices into `strings` and `signatures`."""
+    """A decoded signature, as indices into `strings` and `signatures`."""
 
     operation: int
     reduce_op: int
@@ -33,7 +33,7 @@ class RingCalls:
         self._known: dict[int, Call | None] = {}
 
     def call(self, ref: int) -> Call | None:
-        """Return the arguments of an operation, or None if they have been overwritten."""
+        """Return the signature at a reference, or None if it has been overwritten."""
         if ref in self._known:
             return self._known[ref]
         data, call = self._texts.recent(ref), None
@@ -46,7 +46,7 @@ class RingCalls:
         return call
 
     def decoded(self, data: bytes) -> Call:
-        """Decode the bytes of a signature."""
+        """Decode a signature's bytes; return a placeholder if they are malformed."""
         try:
             operation, dtype, reduce_op, num_tensors, flags = _SIGNATURE_FIXED.unpack_from(data)
             signature = decode_signature(
@@ -70,7 +70,7 @@ class RingCalls:
         return self._new(OVERWRITTEN)
 
     def damaged(self, warning: str) -> Call:
-        """Return a placeholder for a signature that cannot be read."""
+        """Record a warning; return a placeholder for a signature that cannot be read."""
         self._damage.warn(warning)
         return self._new(DAMAGED)
 

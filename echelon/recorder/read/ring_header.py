@@ -41,7 +41,7 @@ _MAX_SIGNAL = 64
 
 
 def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> Layout:
-    """Check a ring's header and return the layout of the ring.
+    """Check a ring's header and return the ring's layout.
 
     Args:
         data: the bytes of the file, or of its first pages.
@@ -128,7 +128,7 @@ def _frame_text(frame: npt.NDArray[Any]) -> str:
 
 
 def _blob(data: bytes, at: int, room: int) -> tuple[int, dict[str, Any]] | None:
-    """Read a blob as (stamp, value), or return None if it is missing, incomplete or damaged."""
+    """Return a blob as (stamp, value), or None if it is missing, incomplete or damaged."""
     head = np.frombuffer(data, BLOB_HEAD, 1, at)[0]
     stamp, length = int(head["head"]), int(head["length"])
     tail = int.from_bytes(data[at + room - 8 : at + room], "little")

@@ -1,4 +1,4 @@
-"""Turn the bytes of a ring into columns of checked data.
+"""Parse the bytes of a ring into columns of checked data.
 
 Incomplete and damaged slots are counted in the warnings (see schema.py, [Note: what makes a slot
 readable]).
@@ -42,7 +42,7 @@ _COPIED = tuple(
 
 
 class RingParser:
-    """A parser that turns a ring's operations and spans into columns."""
+    """A parser of a ring's operations and spans."""
 
     def __init__(
         self, data: bytes, layout: Layout, texts: RingTexts, calls: RingCalls, damage: Damage
@@ -54,7 +54,7 @@ class RingParser:
         self._calls = calls
 
     def operations(self) -> npt.NDArray[Any]:
-        """Return the rows of dtype `OPERATION`, oldest first."""
+        """Return the operations as rows of dtype `OPERATION`, oldest first."""
         slots = np.frombuffer(
             self._data, OPERATION_SLOT, self._layout.num_operations, self._layout.operations_offset
         )
@@ -68,7 +68,7 @@ class RingParser:
         return out[np.argsort(out["record"], kind="stable")]
 
     def _rows(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Call | None]]:
-        """Return the rows of intact slots, including the calls' arguments."""
+        """Convert intact slots to rows; also return each row's signature, None if overwritten."""
         fixed, state = slots["fixed"], slots["state"]
         out = np.zeros(len(slots), OPERATION)
         for name in _COPIED:
@@ -95,7 +95,7 @@ class RingParser:
     def _with_signature(
         self, records: npt.NDArray[Any], calls: list[Call | None]
     ) -> npt.NDArray[Any]:
-        """Select the rows that are newer than every row with an overwritten signature."""
+        """Return a mask of the rows that are newer than every row with an overwritten signature."""
         lost = np.array([call is None for call in calls], bool)
         if not lost.any():
             return np.ones(len(records), bool)
@@ -107,7 +107,7 @@ class RingParser:
         return younger
 
     def _kept_operations(self) -> npt.NDArray[Any]:
-        """Return the rows of operations that were kept after their slots were reused."""
+        """Return the rows of pending operations that were kept when their slots were reused."""
         places = np.frombuffer(self._data, KEPT_OPERATION, NUM_KEPT, self._layout.kept_offset)
         used = np.flatnonzero(places["slot"]["head"])
         slots = places["slot"][used]
@@ -132,7 +132,7 @@ class RingParser:
         return self._calls.decoded(data) if data else self._calls.overwritten()
 
     def spans(self, offset: int, capacity: int) -> npt.NDArray[Any]:
-        """Return the spans in the slots at `offset`, sorted by start time, with dtype `SPAN`."""
+        """Return the spans in the slots at `offset`, sorted by number, with dtype `SPAN`."""
         slots = np.frombuffer(self._data, SPAN_SLOT, capacity, offset)
         used = np.flatnonzero(slots["head"] | slots["tail"])
         data, begin, end = self._data, SPAN_SLOT.fields["fixed"][1], SPAN_SLOT.fields["tail"][1]  # type: ignore[index]
@@ -151,7 +151,7 @@ class RingParser:
         return out[np.lexsort((out["depth"], out["number"]))]
 
     def _whole(self, slots: npt.NDArray[Any], used: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Select the slots with intact payloads; see [Note: what makes a slot readable]."""
+        """Return the indices of intact slots; see [Note: what makes a slot readable]."""
         head, length = slots["head"][used], slots["length"][used]
         good = (head == slots["tail"][used]) & (slots["fixed"]["record"][used] == head - 1)
         good &= (head - 1) % self._layout.num_operations == used
@@ -167,7 +167,7 @@ class RingParser:
         return chosen
 
     def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return which state cells are intact and belong to the operation in their slot."""
+        """Return a mask of the state cells that are intact and belong to their slot's operation."""
         stamp = state["head"]
         raw, size = state.tobytes(), OPERATION_STATE.itemsize
         seeds = (stamp & _U32).tolist()
@@ -189,7 +189,7 @@ class RingParser:
 
 
 def is_payload_whole(data: bytes, at: int) -> bool:
-    """Check the CRC of the operation slot that starts at `at`."""
+    """Return whether the CRC of the operation slot at offset `at` matches its payload."""
     _, length, crc = _OPERATION_HEAD.unpack_from(data, at)
     begin = at + _OPERATION_HEAD.size
     return bool(length <= _MAX_PAYLOAD_BYTES and crc32(data[begin : begin + length]) == crc)

@@ -1,4 +1,4 @@
-"""Read the strings stored in a ring: names, recent messages, and groups.
+"""Read the strings stored in a ring: names, entries of `recent`, and groups.
 
 An unreadable string is replaced by a placeholder.
 """
@@ -29,7 +29,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class RingTexts:
-    """A reader of texts and groups. Columns refer to them by index."""
+    """A reader of texts and groups, and the lists that columns index into."""
 
     def __init__(self, data: bytes, layout: Layout, live: tuple[int, ...], damage: Damage) -> None:
         self.strings: list[str] = [""]
@@ -44,7 +44,7 @@ class RingTexts:
         self._strings_used = min(live[Live.STRINGS_USED_BYTES], STRINGS_BYTES)
 
     def string(self, ref: int) -> int:
-        """Return the index of a text in `strings`."""
+        """Return a text's index in `strings`, adding the text on first use."""
         known = self._string_index.get(ref)
         if known is not None:
             return known
@@ -53,7 +53,7 @@ class RingTexts:
         return len(self.strings) - 1
 
     def text(self, ref: int) -> str:
-        """Return a text, or a placeholder if it cannot be read."""
+        """Return the text at a reference, or a placeholder if it cannot be read."""
         if ref & IS_RECENT:
             return self._recent_text(ref - IS_RECENT)
         at = STRINGS_OFFSET + ref
@@ -77,7 +77,7 @@ class RingTexts:
         return DAMAGED
 
     def recent(self, ref: int) -> bytes | None:
-        """Return an entry of `recent`, or None if the entry was overwritten or is damaged."""
+        """Return an entry of `recent`, or None if it has been overwritten or is damaged."""
         at = self._layout.recent_offset + ref % _RECENT_UNITS * RECENT_UNIT
         position, length, crc, _ = _RECENT_HEAD.unpack_from(self._data, at)
         begin = at + _RECENT_HEAD.size
@@ -91,7 +91,7 @@ class RingTexts:
         return ref != 0 and (self._recent_units - ref) % IS_RECENT > _RECENT_UNITS
 
     def group(self, ref: int) -> int:
-        """Return the index of a group in `groups`."""
+        """Return a group's index in `groups`, adding the group on first use."""
         known = self._group_index.get(ref)
         if known is not None:
             return known

@@ -1,7 +1,7 @@
-"""Follow a live ring: report new durations, and the operations and phases that are open.
+"""Follow a live ring: report new durations, pending operations and open spans.
 
-Each reading decodes no text and examines at most the newest `MAX_NEW` operations, so it is cheap
-enough to be repeated twice a second. A duration may occasionally be wrong, because checksums are
+A read decodes no text and examines at most the newest `MAX_NEW` operations, so it is cheap enough
+to be repeated twice a second. A duration may occasionally be wrong, because its slot's checksum is
 not verified. Pending operations are fully verified.
 """
 
@@ -22,7 +22,7 @@ MAX_NEW = 1024
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A call site in a group, or a phase. Strings are given by their references in the ring."""
+    """A call site and its group or span name, as references to the ring's texts."""
 
     name: int  # the group's, or the phase's
     site: int
@@ -31,7 +31,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """An operation or phase that has not ended."""
+    """A pending operation or an open span."""
 
     key: Key
     since_ns: int
@@ -42,7 +42,7 @@ class Open:
 class News:
     """The changes since the last read.
 
-    `durations` [num_ended] is in nanoseconds, oldest first.
+    The arrays in `ended` contain durations in nanoseconds, oldest first.
     """
 
     ended: list[tuple[Key, npt.NDArray[np.int64]]]
@@ -63,7 +63,7 @@ class Tail:
         self._last_call_ns: dict[int, int] = {}
 
     def read(self, ring: LiveRing) -> News:
-        """Read the ring once; return what has changed since the last read."""
+        """Read the ring once; return the changes since the last read."""
         is_other = ring.file != self._file
         if is_other:
             self.__init__()  # type: ignore[misc]

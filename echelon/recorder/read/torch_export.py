@@ -55,7 +55,7 @@ def export_torch(
         The paths of the files, in rank order.
 
     Raises:
-        DumpFormatError: there is no file, or none of the files can be read.
+        DumpFormatError: the folder contains no readable dump or ring.
         OSError: the files cannot be written.
 
     Example:
@@ -120,7 +120,7 @@ class _Names:
 
 @dataclass
 class _Counts:
-    """The operations of a group counted so far, and its last collective in each state."""
+    """A group's running operation counts, and its last collective in each state."""
 
     collectives: int = 0
     p2p: int = 0
@@ -134,7 +134,7 @@ class _Counts:
     )
 
     def note(self, row: Any) -> None:
-        """Update the counts with an operation."""
+        """Count one operation."""
         self.operations += 1
         if row["sequence"] < 0:
             self.p2p += 1
@@ -225,7 +225,7 @@ def _name(operation: str, row: Any, group: Group, rank: int) -> str:
 
 
 def _sizes(operation: str, signature: Signature, group_size: int) -> dict[str, list[list[int]]]:
-    """Return the sizes of the inputs and the outputs."""
+    """Return an operation's input and output sizes under the keys "input" and "output"."""
     if signature.summary is not None:
         shapes = [[signature.summary[1]]]
     else:

@@ -1,4 +1,4 @@
-"""Build record classes from the fields of untrusted files.
+"""Build instances of record classes from the fields of untrusted files.
 
 Every known field is checked against its declared type. Unknown fields are dropped.
 """

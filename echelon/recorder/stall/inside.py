@@ -1,9 +1,9 @@
 """Apply the stall rule inside a process, for jobs without an agent (torchrun, plain Python).
 
-A thread observes the process's own ring once a second. If it detects a stall, the thread writes the
-rank's black box to `dump/incident_<k>` in the common folder and prints one line. The first rank
-creates the incident, and the other ranks of the same attempt join it. Unlike an agent, the thread
-cannot run while C code holds the GIL, and does not observe other ranks.
+A thread observes the process's own ring once a second. If it detects a stall, it writes the rank's
+black box to `dump/incident_<k>` in the common folder and prints one line. The first rank creates
+the incident, and the other ranks of the same attempt join it. Unlike an agent, the thread cannot
+run while C code holds the GIL, and it does not observe other ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOOK_S = 1.0
 
 
 class InsideWatch:
-    """A stall detector for the process in which it runs."""
+    """A stall detector that watches its own process."""
 
     def __init__(
         self, recorder: Recorder, rank_dir: Path, record_dir: Path, stall_timeout_s: float
@@ -96,7 +96,7 @@ class InsideWatch:
         return folder
 
     def _open_incident(self, identity: Identity, reason: str) -> Path:
-        """Join another rank's new incident, or create one."""
+        """Join an incident that another rank has just created, or create one; return its folder."""
         self._dump.mkdir(mode=0o700, exist_ok=True)
         while True:
             number = max(_numbers(self._dump), default=-1)
@@ -137,7 +137,7 @@ def _numbers(dump: Path) -> list[int]:
 
 
 def _can_join(folder: Path, identity: Identity) -> bool:
-    """Return whether this rank can still join an incident."""
+    """Return whether an incident is recent, of this attempt, and lacks this rank's dump."""
     is_young = False
     if (folder / f"rank_{identity.rank}").exists():
         return False

@@ -1,14 +1,15 @@
-"""Decide when a job has stalled, based only on the contents of the rings.
+"""Decide whether a job has stalled.
 
 A job has stalled if an operation has been pending for longer than the limit, or if no live rank has
-recorded anything for that long. Until the world group exists, the limit is five times as long.
+recorded anything for that long. Until the world group exists, the latter limit is five times as
+long.
 
-A rank without a ring is observed from outside: its processor use, output and network traffic count
-as progress. A flight recorder dump written by torch shows that an operation timed out on the rank.
+A rank without a ring is observed from outside: its CPU use, output and network traffic count as
+progress. A new dump of torch's flight recorder shows that an operation timed out on the rank.
 
-Each stall is reported once. The next stall is reported only after some rank has made progress.
-Because the ranks' reports arrive one after another, reports that are older than the progress are
-ignored.
+Each stall is reported once. The next stall is reported only after a rank has made progress. Because
+the ranks' reports arrive one after another, reports of pending operations that are older than the
+progress are ignored.
 
 A phase that is known to take longer than the limit, such as a checkpoint or an evaluation, gets
 more time. During that time, only torch's dumps count as a stall.
@@ -45,7 +46,7 @@ class Sight:
 
     @property
     def name(self) -> str:
-        """The rank's name for use in messages."""
+        """The rank's name in messages."""
         return f"rank {self.rank if self.named_rank < 0 else self.named_rank}"
 
 
@@ -70,11 +71,11 @@ class StallRule:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a reported stall continues."""
+        """True while the last reported stall continues."""
         return self._reported is not None
 
     def begin_again(self, now_mono_ns: int) -> None:
-        """End the reported stall and restart the time limit."""
+        """End the reported stall, and report no other until the limit has passed."""
         self._reported = None
         self._quiet_until_ns = now_mono_ns + int(self._limit_s * 1e9)
 
@@ -138,7 +139,7 @@ class StallRule:
 
 
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
-    """Return the event count of each rank. The stall ends when any rank exceeds its count."""
+    """Return an event count per rank. The stall ends when any rank exceeds its count."""
     waiting = {sight.rank for sight in sights if sight.pending_mono_ns and not sight.records}
     return {
         sight.rank: sys.maxsize if waiting and sight.rank not in waiting else sight.num_ended

@@ -1,7 +1,7 @@
 """Read a torch operation's arguments from a call of its operator.
 
 torch's C++ and Python code both start a collective by calling an operator in the namespace c10d. A
-table in this module gives the positions of the arguments.
+table in this module lists the positions of each operator's arguments.
 
 [Note: flat shapes] torch accepts tensors of different shapes but equal sizes in one collective.
 Therefore only the number of elements is recorded.
@@ -63,7 +63,7 @@ _dtypes: dict[Any, str] = {}
 
 
 class Data(NamedTuple):
-    """The recorded facts about an operation's tensors."""
+    """The dtype, shapes and size of an operation's tensors, and whether they are on the host."""
 
     on_host: bool
     dtype: str = ""
@@ -75,7 +75,7 @@ _NO_DATA = Data(on_host=True)
 
 
 def data_of(layout: Layout, args: Sequence[Any]) -> Data:
-    """Return the facts about the tensors of a call."""
+    """Describe the tensors of a call."""
     value = args[layout.data]
     if type(value) is not list and not isinstance(value, (list, tuple)):
         return _described(value, ((value.numel(),),))
@@ -103,14 +103,14 @@ def _described(first: Any, shapes: tuple[tuple[int, ...], ...]) -> Data:
 
 
 def address_of(value: Any) -> int:
-    """Return the address of the first tensor in a value, or 0 if there is none."""
+    """Return the data pointer of the first tensor in a nested list, or 0 if the list is empty."""
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return 0 if isinstance(value, (list, tuple)) else int(value.data_ptr())
 
 
 def reduce_op_of(layout: Layout, args: Sequence[Any]) -> str:
-    """Return the name of a call's reduce operation, or "" if there is none."""
+    """Return the name of a call's reduce operation, or "" if it has none."""
     if layout.reduce_op == _ABSENT:
         return ""
     # Uses the method that finds it directly: `.op` looks in two places first.
@@ -124,5 +124,5 @@ def number_of(at: int, args: Sequence[Any], default: int = -1) -> int:
 
 
 def timeout_s_of(layout: Layout, args: Sequence[Any]) -> float:
-    """Return the timeout that was passed to a call, in seconds, or 0 if none was passed."""
+    """Return the timeout passed to a call, in seconds, or 0 if none was passed."""
     return max(number_of(layout.timeout, args, 0), 0) / 1e3

@@ -15,9 +15,9 @@ _UNNAMED = ("", "undefined")
 
 
 class Group:
-    """A process group, with its reference in the ring and its call counters.
+    """A process group, with its reference in the ring and its sequence counters.
 
-    Collectives are counted per group, and messages per peer and direction.
+    Collectives are numbered per group, and messages per peer and direction.
     """
 
     __slots__ = ("_messages", "next_collective", "ranks", "reference")
@@ -33,7 +33,7 @@ class Group:
         return -1 if peer < 0 else next(self._messages[operation, peer])
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of a member. The rank -1 is returned unchanged."""
+        """Return a group rank's global rank, or -1 if the group has no such rank."""
         return self.ranks[rank] if 0 <= rank < len(self.ranks) else -1
 
 
@@ -44,11 +44,11 @@ class Groups:
         self._known: dict[str, Group] = {}
 
     def forget(self, name: str) -> None:
-        """Forget a group, so that its name can be reused."""
+        """Drop a group, so that its name can be reused."""
         self._known.pop(name, None)
 
     def of(self, process_group: Any, recorder: Recorder) -> Group:
-        """Return the record of a process group, adding the group if it is new."""
+        """Return the entry of a process group, adding one if the group is new."""
         name = process_group.group_name
         known = self._known.get(name)
         if known is None:
@@ -59,7 +59,7 @@ class Groups:
 
 
 def _title(name: str, description: str, ranks: tuple[int, ...]) -> str:
-    """Return a name for a group that is the same on all members."""
+    """Return a readable name for a group, the same on all members."""
     if description == _WORLD:
         return "world"
     if description in _UNNAMED:

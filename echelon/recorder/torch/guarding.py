@@ -1,4 +1,4 @@
-"""Keep errors in the hooks from reaching the program. An error disables the hook."""
+"""Keep errors in the hooks from reaching the program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute with `make(original)`, if possible."""
+    """Replace an attribute with `make(original)`, unless it is missing or already replaced."""
     original = getattr(owner, name, None)
     if original is None or getattr(original, "_echelon_records", False):
         return

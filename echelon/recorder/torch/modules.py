@@ -39,7 +39,7 @@ class Later(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> _Spec | None:
-        """Find a watched module through the other finders."""
+        """Find a watched module through the other finders, and attach its action."""
         action = self._actions.pop(fullname, None)
         if action is None:
             return None

@@ -3,10 +3,10 @@
 [Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
 process group in C++, so patched Python functions would miss these calls. All callers go through
 torch's dispatcher to an operator in the namespace c10d. A kernel is registered under the dispatch
-key BackendSelect, which c10d does not use. The kernel records the call and passes it on unchanged.
-This costs about 15 us per operation, of which torch's dispatcher takes 10 us.
+key BackendSelect, which c10d does not use. The kernel records the call and redispatches it
+unchanged. This costs about 15 us per operation, of which torch's dispatcher takes 10 us.
 
-Operations on device tensors are not recorded, because asking the device whether they have completed
+Operations on device tensors are not recorded, because querying the device for their completion
 could block. The ring notes that such operations occurred; torch's own recorder contains them.
 
 Echelon's own backend records its operations itself.
@@ -42,7 +42,7 @@ _ASYNC, _P2P = int(Flag.ASYNC), int(Flag.P2P)
 
 
 def _redispatch_of(operator: Any) -> Callable[..., Any]:
-    """Return a function that calls an operator's next kernel."""
+    """Return the function that redispatches a call to an operator's next kernel."""
     handle = getattr(operator, "_handle", None)
     redispatch: Callable[..., Any] = getattr(handle, "redispatch_boxed", operator.redispatch)
     return redispatch
@@ -149,7 +149,7 @@ class Operations:
         return recorder.begin_prepared(prepared, group.next_collective(), -1, flags, 1, True)
 
     def _prepare(self, recorder: Recorder, call: tuple[Any, ...]) -> Any:
-        """Preprocess arguments that the program passes repeatedly, and cache the results."""
+        """Preprocess the arguments of a call, and cache the result for equal calls."""
         if len(self._prepared) >= MAX_CALLS:
             self._prepared.clear()
         prepared = self._prepared[call] = recorder.prepare(*call)

@@ -1,11 +1,10 @@
 """Track operations that have been called but have not completed yet.
 
-A `Work` object is polled where the program itself waits: after `Work.wait`, after `wait_tensor`, at
-the end of a backward pass, before the next operation, and after an optimizer step. In addition, a
-thread polls four times a second. Callbacks are not used, because they would need the interpreter's
-lock on the backend's thread.
+`Work` objects are polled after `Work.wait`, after `wait_tensor`, at the end of a backward pass,
+before the next operation, and after an optimizer step. In addition, a thread polls four times a
+second. Callbacks are not used, because they would need the GIL on the backend's thread.
 
-Some `Work` objects, such as that of Gloo's reduce_scatter, never report completion. Such an
+Some `Work` objects, such as those of Gloo's reduce_scatter, never report completion. Such an
 operation counts as complete when the program's wait for it returns.
 
 A `Work` object keeps its tensors alive, so it is dropped as soon as it is complete. At most
@@ -44,7 +43,7 @@ class Pending:
         self._wait = wait
 
     def add(self, record: int, work: Any, is_message: bool, address: int) -> None:
-        """Add a `Work` that has just started; its result is written to `address`."""
+        """Add a `Work` that has just started; `address` is that of its output, 0 if unknown."""
         self.works[record] = work, is_message, address
         if len(self.works) > _MAX_WORKS:
             self._end(next(iter(self.works)))
@@ -80,11 +79,11 @@ class Pending:
                 recorder.failed(record, error)
 
     def sweep(self) -> None:
-        """Record all `Work` objects that have completed. Thread-safe; does not block."""
+        """Record the completion of all finished `Work` objects. Thread-safe; does not block."""
         self._sweep(list(self.works.items()))
 
     def sweep_oldest(self) -> None:
-        """Record which of the oldest `Work` objects have completed."""
+        """Record the completion of finished `Work` objects among the oldest few."""
         if self.works:
             self._sweep(list(itertools.islice(self.works.items(), _FEW)))
 

@@ -1,12 +1,12 @@
 """Record phases of a torch program as spans: waits for data or the store, checkpoints, compilation.
 
-The program's own marks take precedence. The hooks do not use a name that the program has passed to
-`echelon.span`.
+The program's own marks take precedence: the hooks record no span whose name the program has passed
+to `echelon.span`.
 
 [Note: the end of a loader's iteration] With uneven batches, one rank's loop over a loader may end
 before the loops of the other ranks. An iteration ends with its last batch, or when the program
-drops the iterator. Python may free the iterator at any point, even within the recorder. Therefore
-the end is recorded later, by the program's next batch or operation, as the mark `data_end`.
+drops the iterator. Python may free the iterator at any point, even within the recorder. Therefore,
+the program's next batch or operation records the end, as the mark `data_end`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Opened(NamedTuple):
 
 
 def opened(name: str, detail: str = "") -> _Opened | None:
-    """Open a span; return a handle to pass to `closed`."""
+    """Open a span; return a handle for `closed`, or None if the span is not recorded."""
     recorder = black_box.if_opened()
     if recorder is None or name in marks.by_hand:
         return None
@@ -50,7 +50,7 @@ def opened(name: str, detail: str = "") -> _Opened | None:
 
 
 def closed(one: _Opened | None, *, failed: bool = False) -> None:
-    """Close a span that `opened` has opened."""
+    """Close a span from `opened`; a checkpoint that `failed` does not count as saved or loaded."""
     recorder = black_box.if_opened()
     if one is None or recorder is None:
         return
@@ -92,7 +92,7 @@ def mark_loaders(torch: Any) -> None:
 
 
 def mark_ended_loaders() -> None:
-    """Record a mark if the iteration over a loader has ended since the last call."""
+    """Record the mark `data_end` if an iteration over a loader has ended since the last call."""
     if ended_loaders:
         ended_loaders.clear()
         closed(opened("data_end"))
@@ -116,7 +116,7 @@ def _next_batch(original: Any) -> Any:
 
 
 def _watch_end(iterator: Any) -> Any:
-    """Return a function that notes the end of an iteration."""
+    """Return a function that notes the end of an iteration; also call it when Python frees it."""
     end = iterator.__dict__.get(_END)
     if end is None or not end.alive:  # a loader may keep its iterator for the next epoch
         end = weakref.finalize(iterator, ended_loaders.append, 1)
@@ -151,7 +151,7 @@ def _named(name: str, original: Any) -> Any:
 
 
 def mark_compilation(callback: Any) -> None:
-    """Record the work of torch.compile as a span."""
+    """Record each compilation by torch.compile as a span."""
     spans: list[Any] = []
 
     def begin(*_: Any) -> None:
@@ -168,7 +168,7 @@ def mark_compilation(callback: Any) -> None:
 def mark_function(name: str, module: Any) -> None:
     """Record calls of a module's checkpoint function as spans.
 
-    References to the function in the program's modules are replaced too.
+    References to the function in other loaded modules are replaced too.
     """
     original = getattr(module, name, None)
     replace(module, name, in_span("checkpoint", lambda *_: name))

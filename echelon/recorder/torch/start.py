@@ -1,7 +1,7 @@
 """Start recording a torch program when it creates its first process group.
 
-A launcher that runs in a rank's environment must not take over the rank's ring, so recording does
-not start earlier. The wait for other ranks is recorded as a `store` span.
+Recording does not start earlier, because a launcher that runs in a rank's environment must not take
+over the rank's ring. The wait for other ranks is recorded as a `store` span.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _operations: Operations | None = None
 
 
 def recording(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's function for creating a process group, so that recording starts first."""
+    """Wrap torch's function that creates a process group, so that recording starts first."""
 
     @functools.wraps(make)
     def make_recorded(*args: Any, **named: Any) -> Any:
@@ -48,7 +48,7 @@ def recording(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(args: tuple[Any, ...]) -> Recorder | None:
-    """Open this rank's ring and install the hooks. Further calls have no effect."""
+    """Open this rank's ring and install the hooks, on the first call; return the recorder."""
     if _operations is None:
         size, rank = int(args[0]), int(args[1])
         black_box.record_as_rank(rank, size)
@@ -84,7 +84,7 @@ def _mark_functions(functions: tuple[str, ...], module: Any) -> None:
 
 
 def _count_steps(recorder: Recorder) -> None:
-    """Begin a new training step after each optimizer step."""
+    """Count a training step after each optimizer step, unless the program marks its own steps."""
     optimizer = sys.modules["torch.optim.optimizer"]
 
     def after_step(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Assign unique, consecutive numbers to threads."""
+"""Draw unique, consecutive numbers from several threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def counter(start: int = 0, *, has_lock: bool | None = None) -> Callable[[], int
     """Return a thread-safe function that counts up from `start`.
 
     Args:
-        has_lock: whether the interpreter has a global lock, which makes `itertools.count` atomic;
+        has_lock: True if the interpreter has a global lock, which makes `itertools.count` atomic;
             None detects this.
     """
     numbers = itertools.count(start)

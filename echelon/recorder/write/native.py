@@ -26,25 +26,22 @@ def available() -> bool:
 
 
 class NativeWriter(OperationWriter, SpanWriter, Protocol):
-    """The methods of the C core's writer that do not concern operations or spans."""
+    """The interface of the C core's writer."""
 
     def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
-        """Count a pause of the garbage collector.
-
-        Called at the beginning and the end of each pause.
-        """
+        """Count a pause of the garbage collector; a callback for `gc.callbacks`."""
 
     def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
-        """Register `keep(began, ended, info)`, which is called for long pauses."""
+        """Register `keep(began, ended, info)`, called for pauses of at least `from_ns`."""
 
     def start_heartbeat(self, period_ns: int, /) -> bool:
-        """Start a native heartbeat thread; return whether the start succeeded."""
+        """Start a native heartbeat thread; return whether it started."""
 
     def stop_heartbeat(self) -> None:
         """Stop the heartbeat thread. May be called more than once."""
 
     def write_faults(self, over_others: bool, /) -> None:
-        """Enable the recording of any signal that ends this process."""
+        """Install handlers that record a fatal signal before this process dies."""
 
 
 def make_writer(

@@ -1,7 +1,7 @@
 """Record operations, spans, steps, a heartbeat and last words into a ring.
 
-The recorder never raises an exception into the training code and never uses a device. `current.py`
-decides which process has a recorder.
+The recorder never raises an exception into the training code and never accesses a device.
+`current.py` decides which process has a recorder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _never_raises(answer: Any) -> Callable[[_Call], _Call]:
-    """Decorate a method to return `answer` instead of raising an exception."""
+    """Return a decorator that makes a method return `answer` instead of raising an exception."""
 
     def wrap(method: _Call) -> _Call:
         @functools.wraps(method)
@@ -68,7 +68,7 @@ class Recorder:
         """Start recording into `ring`.
 
         Args:
-            in_c: whether to use the C core if it was built.
+            in_c: True to use the C core if it was built.
             now: the clock, which returns nanoseconds; None means the monotonic clock.
         """
         self._ring = ring
@@ -124,10 +124,10 @@ class Recorder:
 
     @_never_raises(None)
     def look_at_clocks(self, now: HostTime | None) -> None:
-        """Update the identity if the wall clock was changed or the host was suspended.
+        """Update the identity if the wall clock was adjusted or the host was suspended.
 
         Args:
-            now: the current time on the host's clocks, or None if unknown.
+            now: the host's clocks, read just now; None does nothing.
         """
         if now is None:
             return
@@ -161,10 +161,10 @@ class Recorder:
 
     @_never_raises(0)
     def new_group(self, name: str, ranks: Sequence[int]) -> int:
-        """Return a reference to a group that has just been created.
+        """Return a reference to a process group that has just been created.
 
-        If a group with the same name and members was created earlier, a number is appended to the
-        name. All members use the same number.
+        If a group with the same name and members exists, a number is appended to the name. All
+        members append the same number.
         """
         key, number = (name, tuple(ranks)), 1
         while key in self._groups:
@@ -185,7 +185,7 @@ class Recorder:
         """Record the start of training step `number`, by default the next step.
 
         Args:
-            begins: whether the step begins now; False if it began at an unknown earlier time.
+            begins: True if the step begins now; False if it began at an unknown earlier time.
         """
         try:
             now, live = self._now(), self._live
@@ -218,7 +218,7 @@ class Recorder:
         action()
 
     def _note_spent(self, now: int) -> None:
-        """Publish how the calling thread has spent its time since the first step."""
+        """Write the thread's time in collectives, checkpoints and data waits to the live words."""
         live, known = self._live, spent.spans_ns
         waited = int(spent.collectives_s * 1e9)
         saving, data = known.get("checkpoint", 0), known.get("data_wait", 0)
@@ -235,7 +235,7 @@ class Recorder:
 
     @_never_raises(None)
     def note_checkpoint(self, detail: str) -> None:
-        """Record that a checkpoint was saved or loaded."""
+        """Record that a checkpoint was saved or loaded, as `detail` states in its first word."""
         what = detail.removeprefix("torch.")
         if what.startswith("load"):
             self._live[Live.NUM_LOADS] += 1
@@ -247,7 +247,7 @@ class Recorder:
         return self._ring.texts.intern(text)
 
     def count_pauses(self, number: int, nanoseconds: int) -> None:
-        """Store the number of pauses so far and their total duration."""
+        """Store the number of garbage collections so far and their total duration."""
         self._live[Live.NUM_GC_PAUSES] = number
         self._live[Live.GC_PAUSES_NS] = nanoseconds
 
@@ -265,7 +265,7 @@ class Recorder:
         Args:
             thread: the name of the thread that ends; "" means the whole process. If several threads
                 fail, only the first exception is kept. An exception that ends the process replaces
-                that exception.
+                it.
         """
         if not self._is_owner or (thread and self._has_words):
             return
@@ -288,7 +288,7 @@ class Recorder:
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
-        """Start the Python heartbeat and the native heartbeat."""
+        """Start the Python heartbeat thread and, with the C core, the native one."""
         if self.native is not None:
             self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
@@ -308,7 +308,7 @@ class Recorder:
         self._live[Live.CLOSED] = 1
 
     def disown(self) -> None:
-        """Stop writing to the parent's ring in a forked child."""
+        """Stop writing last words and time totals to the parent's ring in a forked child."""
         self._is_owner = False
 
     def _beat(self) -> None:
@@ -318,7 +318,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return the value to store for a step, or `before` if `number` is not a number."""
+    """Return a step's live word, the clamped number plus one; `before` if it is not a number."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

@@ -1,7 +1,7 @@
-"""Describe the place in the user's code that called an operation, with a short stack.
+"""Describe the call site of an operation in the user's code, with a short stack.
 
-A place is described as "file:line function". A frame belongs to the user unless its file is part of
-this package, of the standard library or of an installed package. Descriptions are cached.
+A call site is described as "file:line function". A frame belongs to the user unless its file is
+part of echelon, of the standard library or of an installed package. Descriptions are cached.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _codes: list[CodeType] = []
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the nearest frame of user code, starting the search at `frame`.
+    """Return the nearest frame of user code, searching outwards from `frame`.
 
-    If there is no such frame, return `frame` itself. For a thread started by C++, such as an
-    autograd thread, return the user's frame on the main thread.
+    If the thread has none, return `frame` itself or, on a thread started by C++, such as an
+    autograd thread, the nearest user frame on the main thread.
     """
     nearest = last = frame
     for _ in range(_MAX_WALK):
@@ -61,7 +61,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_outside_python(outermost: FrameType | None) -> bool:
-    """Return whether the thread of an outermost frame was started outside `threading`."""
+    """Return whether the thread with this outermost frame was started outside `threading`."""
     return outermost is not None and outermost.f_code.co_filename != threading.__file__
 
 
@@ -89,7 +89,7 @@ def is_user_code(code: CodeType) -> bool:
 
 
 def is_user_file(filename: str) -> bool:
-    """Return whether a source file is the user's own."""
+    """Return whether a source file is the user's own: neither echelon's nor a library's."""
     if filename.startswith("<"):  # "<frozen importlib>"; "<stdin>" and "<string>" are the user's
         return not filename.startswith(_GENERATED)
     return (
@@ -106,12 +106,12 @@ def describe(frame: FrameType) -> str:
 
 
 def stack(frame: FrameType) -> str:
-    """Return the positions of a frame and its callers, innermost first, one per line."""
+    """Return the positions of a frame and up to three callers, innermost first, one per line."""
     return "\n".join(describe(one) for one in _frames(frame))
 
 
 class Sites:
-    """The known call sites, as references into a table of strings."""
+    """A cache of call sites, each stored as references into the string table."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
@@ -166,5 +166,5 @@ def _frames(frame: FrameType) -> Iterator[FrameType]:
 
 
 def caller(depth: int = 1) -> FrameType | None:
-    """Return the nearest user frame, skipping `depth` frames above the caller."""
+    """Return the nearest user frame, starting `depth` frames above this function's caller."""
     return user_frame(sys._getframe(depth + 1))

@@ -45,7 +45,7 @@ class SpanWriter(Protocol):
 
 
 class _Thread(threading.local):
-    """Cached facts about the calling thread."""
+    """The calling thread's native id and number of open spans."""
 
     def __init__(self) -> None:
         self.native_id = threading.get_native_id()
@@ -53,7 +53,7 @@ class _Thread(threading.local):
 
 
 class OpenSpan:
-    """An open span."""
+    """A span and its place among the open spans; -1 if all places were taken."""
 
     __slots__ = (
         "depth", "detail", "is_closed", "name", "number", "place", "site", "started", "step",

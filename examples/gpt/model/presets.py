@@ -1,4 +1,4 @@
-"""Sizes with published results, for comparison.
+"""Model sizes with published results, for comparison.
 
 The defaults of `settings.py` give a model of less than a million parameters, which learns to write
 code in minutes.

@@ -1,4 +1,4 @@
-"""Generate text: the one result of training that needs no explanation."""
+"""Generate text with the trained model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def generate(
     num_tokens: int,
     seed: int,
 ) -> str:
-    """Continue `prompt` by `num_tokens`, drawn one at a time; return printable text."""
+    """Continue `prompt` by `num_tokens` sampled tokens; return printable text."""
     device = model.token.weight.device
     random = torch.Generator(device).manual_seed(seed)
     text = torch.tensor([vocabulary.encode(prompt).tolist()], device=device)
@@ -32,6 +32,6 @@ def generate(
 
 
 def printable(text: bytes) -> str:
-    """Decode text for a terminal; all but letters, spaces and newlines become question marks."""
+    """Decode text for a terminal; unprintable characters, except newlines, become U+FFFD."""
     decoded = text.decode("utf-8", errors="replace")
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in decoded)

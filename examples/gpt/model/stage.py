@@ -10,10 +10,10 @@ from gpt.text.data import share
 
 
 class GPTStage(nn.Module):
-    """Consecutive blocks, with the embedding before the first and the head after the last.
+    """Consecutive blocks, plus the embedding in the first stage and the head in the last.
 
-    It keeps the whole model's names, so that a checkpoint does not depend on the layout. The
-    embedding is also the head, so the first stage and the last share it.
+    Parameters keep their names in the whole model, so that a checkpoint does not depend on the
+    layout. The head's weights are the embedding's, so the first and the last stage both have them.
     """
 
     def __init__(self, model: GPT, index: int, num_stages: int) -> None:
@@ -31,7 +31,7 @@ class GPTStage(nn.Module):
         self.register_buffer("rotary", model.rotary, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run this stage: int64 [B, T] into the first, logits [B, T, V] out of the last."""
+        """Run this stage; the first takes int64 [B, T], the last returns logits [B, T, V]."""
         rotary = self.rotary[:, : x.shape[1]]
         if self.is_first:
             x = self.token(x)

@@ -1,8 +1,8 @@
 """A decoder-only transformer over tokens, small enough to read in one sitting.
 
-Pre-norm blocks, rotary positions, causal attention through `F.scaled_dot_product_attention`, and an
-output head that shares its weights with the token embedding. It has no dropout, and no option that
-the example does not use.
+It has pre-norm blocks, rotary positions, causal attention through `F.scaled_dot_product_attention`,
+and an output head that shares its weights with the token embedding. It has no dropout, and no
+options that the example does not use.
 
 Shapes in the comments: B sequences, T tokens, C width, H heads, D = C / H.
 """
@@ -33,10 +33,10 @@ class GPTConfig:
     vocabulary: int = 256  # tokens; bytes by default
 
     def __post_init__(self) -> None:
-        """Refuse impossible sizes.
+        """Check the sizes.
 
         Raises:
-            ValueError: a size below one, or heads that do not divide the width evenly.
+            ValueError: a size is below one, or the width is not divisible by the heads.
         """
         for name in ("layers", "width", "heads", "context", "vocabulary"):
             if getattr(self, name) < 1:
@@ -54,16 +54,16 @@ class GPTConfig:
     def flops_per_token(self) -> int:
         """Return the cost of training on one token: 6 N + 12 L C T floating-point operations.
 
-        Two operations per weight in forward and four in backward make 6 N; N counts the embedding
-        once, as the head. The scores and the weighted sum of attention make 12 L C T. This is the
-        convention of the PaLM paper (appendix B), which subtracts nothing for the causal half.
+        6 N is the sum of two operations per weight in forward and four in backward; N counts the
+        embedding once, as the head. 12 L C T is the cost of attention's scores and weighted sum.
+        This is the convention of the PaLM paper (appendix B), which ignores the causal mask.
         """
         attention = 12 * self.layers * self.width * self.context
         return 6 * self.num_parameters() + attention
 
 
 def rotary_table(context: int, head_width: int) -> Tensor:
-    """Return cosines and sines of every position's angles: [2, T, D / 2]."""
+    """Return the cosines and sines of every position's angles: [2, T, D / 2]."""
     frequencies = ROTARY_BASE ** (-torch.arange(0, head_width, 2) / head_width)
     angles = torch.outer(torch.arange(context), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """Mix each position with the positions before it: [B, T, C] -> [B, T, C]."""
+        """Attend from each position to itself and all earlier ones: [B, T, C] -> [B, T, C]."""
         num_sequences, num_tokens, width = x.shape
         heads = self.qkv(x).view(num_sequences, num_tokens, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, H, T, D]
@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next token at every position."""
+    """A decoder-only transformer that predicts the next token at every position."""
 
     rotary: Tensor  # cosines and sines: [2, T, D / 2]
 
@@ -129,7 +129,7 @@ class GPT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Draw the weights; layers that write to the residual stream start smaller (GPT-2)."""
+        """Initialise the weights as in GPT-2, with smaller ones in residual projections."""
         residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if name.endswith(("out.weight", "down.weight")):
@@ -142,7 +142,7 @@ class GPT(nn.Module):
         return F.linear(self.hidden(tokens), self.token.weight)  # tied: the embedding is the head
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Return the input of the head: [B, T, C]."""
+        """Return the head's input: [B, T, C]."""
         rotary = self.rotary[:, : tokens.shape[1]]
         x = self.token(tokens)
         for block in self.blocks:
@@ -150,7 +150,7 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def plan(self) -> Plan:
-        """Return how `parallelize` divides the model: into shards of blocks, and into stages."""
+        """Return the plan by which `parallelize` shards the blocks and splits off stages."""
         from gpt.model.stage import GPTStage  # its stages are of this class
 
         return Plan(blocks=("blocks.*",), stages=GPTStage)

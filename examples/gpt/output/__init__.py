@@ -1,1 +1,1 @@
-"""The output of a run: progress, losses, and the share of the machine's peak."""
+"""The output of a run: progress, losses, and the utilisation of the machine."""

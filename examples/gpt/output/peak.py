@@ -1,8 +1,8 @@
-"""The peak on which utilisation (MFU) is based: stated by the user or measured here, never guessed.
+"""Find the peak for utilisation (MFU), as stated by the user or measured here, never guessed.
 
-Measured means the rate that large matrix products reach on all ranks at the same time, in the dtype
-of the training. On shared cores, or on a processor that slows down under load, this is less than a
-data sheet promises, and closer to what training can reach.
+The measured peak is the rate that large matrix products reach on all ranks at the same time, in the
+dtype of the training. On shared cores, or on a processor that slows down under load, it is lower
+than the data sheet's figure, and closer to what training can reach.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEASURED_S = 0.5
 
 @dataclass(frozen=True)
 class Peak:
-    """Floating-point operations per second of all ranks together, and the origin of the number."""
+    """The peak FLOP rate of all ranks together, and the origin of the number."""
 
     flops_per_s: float
     origin: str  # "stated" or "measured"
@@ -42,7 +42,7 @@ def find_peak(
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the best rate of matrix products within half a second, in operations per second."""
+    """Return the best rate of matrix products within half a second, in FLOP/s."""
     size = GPU_SIZE if device.type == "cuda" else CPU_SIZE
     left, right = torch.ones(2, size, size, dtype=dtype, device=device)
     best_s = float("inf")

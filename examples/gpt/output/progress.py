@@ -1,9 +1,9 @@
-"""Progress of training: a live line on a terminal, a few plain lines elsewhere.
+"""Show the progress of training: a live line on a terminal, a few plain lines elsewhere.
 
 A live line ends with a carriage return, so that the next one overwrites it. It is used if standard
-output is a terminal, and under `echelon run` on a terminal: the launcher reads this process's pipe,
-keeps such a line at the bottom of its screen, and passes the width in ECHELON_TERMINAL_COLUMNS.
-Rich's own live display cannot be used there, because it needs the terminal itself.
+output is a terminal, and under `echelon run` on a terminal. There, the launcher reads this
+process's pipe, keeps such a line at the bottom of its screen, and passes the width in
+ECHELON_TERMINAL_COLUMNS. Rich's live display cannot be used there, because it needs a terminal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIN_BAR_COLUMNS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """The work of one step, for the rates."""
+    """The work in one step and the number of steps, from which rates are computed."""
 
     num_steps: int
     tokens_per_step: int
@@ -43,16 +43,16 @@ class Scale:
     peak: Peak | None = None  # base of utilisation; None: not shown
 
     def tokens_per_s(self, step_s: float) -> float:
-        """Return the number of tokens per second for steps of this length."""
+        """Return the tokens per second if a step takes `step_s`."""
         return self.tokens_per_step / max(step_s, 1e-9)
 
     def flops_per_s(self, step_s: float) -> float:
-        """Return the rate of floating-point operations, by the formula of `GPT.flops_per_token`."""
+        """Return the FLOP rate if a step takes `step_s`; see `GPT.flops_per_token`."""
         return self.tokens_per_s(step_s) * self.flops_per_token
 
 
 def live_columns(stream: TextIO) -> int | None:
-    """Return the width of the terminal that shows `stream`, or None if there is none."""
+    """Return the width of the terminal that shows `stream`, or None without a terminal."""
     if stream.isatty():
         return shutil.get_terminal_size().columns
     told = os.environ.get("ECHELON_TERMINAL_COLUMNS", "")
@@ -60,7 +60,7 @@ def live_columns(stream: TextIO) -> int | None:
 
 
 def with_unit(value: float, unit: str) -> str:
-    """Format a number with three digits and a prefix: 23.4 k, 1.02 G."""
+    """Format a number with three digits and a unit prefix, such as 23.4 k or 1.02 G."""
     prefixes = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
     prefix = next((prefix for prefix, size in prefixes.items() if value >= size), "")
     scaled = value / prefixes.get(prefix, 1.0)
@@ -69,22 +69,22 @@ def with_unit(value: float, unit: str) -> str:
 
 
 def as_milliseconds(seconds: float) -> str:
-    """Format a duration as 82.4 ms."""
+    """Format a duration in milliseconds, such as 82.4 ms."""
     return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
 
 
 def as_minutes(seconds: float) -> str:
-    """Format a duration as 1:05."""
+    """Format a duration in minutes and seconds, such as 1:05."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 class Progress:
-    """Shows step, loss, speed and remaining time of a run, on one rank.
+    """A display of a run's step, loss, speed and remaining time, on one rank.
 
     Args:
         scale: the work in a step, and the number of steps.
-        first_step: number of steps finished before (in a resumed run).
-        columns: width of the live line; None for plain lines only.
+        first_step: the number of steps finished before this run.
+        columns: the width of the live line; None for plain lines only.
         now: the clock, in seconds.
     """
 
@@ -110,7 +110,7 @@ class Progress:
         self.erase = ERASE_LINE if stream.isatty() else ""  # otherwise the launcher does it
 
     def update(self, step: int, loss: float) -> None:
-        """Record a finished step, and show it if due."""
+        """Record a finished step, and show it if a line is due."""
         self._measure(step)
         if self._line_is_due(step):
             self.print(self.plain_line(loss))
@@ -121,7 +121,7 @@ class Progress:
             self._write(f"{ERASE_LINE}\r")  # no longer live
 
     def print(self, text: str) -> None:
-        """Print permanent lines."""
+        """Print lines that the live line does not overwrite."""
         self._write(f"{self.erase}{text}\n")
 
     def _write(self, text: str) -> None:
@@ -129,7 +129,7 @@ class Progress:
         self.stream.flush()
 
     def forget_pause(self) -> None:
-        """Exclude the time since the last step from the speed: it was not spent training."""
+        """Exclude the time since the last step from the speed, as it was not spent training."""
         self.changed_at = self.now()
 
     def _measure(self, step: int) -> None:
@@ -143,7 +143,7 @@ class Progress:
         self.changed_at = now
 
     def _line_is_due(self, step: int) -> bool:
-        """Space the permanent lines evenly over the run; the last step always has one."""
+        """Return whether a step gets a permanent line; these are evenly spaced, up to the last."""
         num_lines = NUM_KEPT_LINES if self.columns else NUM_PLAIN_LINES
         return step * num_lines // self.scale.num_steps > (step - 1) * num_lines // (
             self.scale.num_steps
@@ -165,7 +165,7 @@ class Progress:
         )
 
     def summary(self) -> str:
-        """Return the mean speed of the whole run, and how FLOPs are counted."""
+        """Return the run's mean speed as text, and how FLOPs are counted."""
         scale = self.scale
         step_s = self.training_s / max(self.num_steps_seen, 1)
         flops_per_s = scale.flops_per_s(step_s)
@@ -183,12 +183,12 @@ class Progress:
         return f"{speed}\nMFU {share:.1%} of {peak}, all ranks' peak together ({scale.peak.origin})"
 
     def plain_line(self, loss: float) -> str:
-        """Return the line for a log, which also has room for the time of an iteration."""
+        """Return the line for a log, which also contains the time per step."""
         step, loss_text, *rates = self._figures(loss)
         return "  ".join((step, loss_text, as_milliseconds(self.step_s), *rates))
 
     def live_line(self, loss: float, columns: int) -> str:
-        """Return the line for a terminal: one row of at most `columns - 1`, with a bar if it fits.
+        """Return the line for a terminal: at most `columns - 1` wide, with a bar if it fits.
 
         The last column stays free, because a terminal that wraps there would use two rows.
         """
@@ -207,7 +207,7 @@ class Progress:
 
 
 def render(row: Table, columns: int) -> str:
-    """Return what rich would print of `row` on a terminal of that width, without the newline."""
+    """Return `row` as rich prints it on a terminal of this width, without the newline."""
     console = Console(file=StringIO(), width=columns, force_terminal=True, legacy_windows=False)
     with console.capture() as capture:
         console.print(row)

@@ -1,4 +1,4 @@
-"""The output of a run during training: rank 0 prints and writes, and all ranks take part."""
+"""Report a run during training: rank 0 prints and writes, and all ranks take part."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Progress for the user, and figures for a log and other receivers if they are wanted.
+    """Progress for the user and, on request, figures for a log and other writers.
 
     Args:
         scale: the work in a step, and the number of steps.
-        first_step: number of steps finished before (in a resumed run); the log continues there.
-        log: a file for one JSON line per step.
-        writers: other receivers of the figures, all on rank 0; an empty list on other ranks.
-            None on all of them: the figures have none.
+        first_step: the number of steps finished before this run; the log continues there.
+        log: a file that gets one JSON line per step.
+        writers: other receivers of the figures, on rank 0; an empty list on other ranks. None on
+            all ranks if there are no other receivers.
         world: the ranks, all of which make the same calls; rank 0 reports.
-        device: the device on which they compute.
+        device: the device on which the ranks compute.
 
     Raises:
         ValueError: the file exists and is not a log.
@@ -79,12 +79,12 @@ class Report:
             )
 
     def note(self, step: int, **figures: Any) -> None:
-        """Log figures that not every step has."""
+        """Log additional figures of a step."""
         if self.figures:
             self.figures.note(step, **figures)
 
     def say(self, text: str) -> None:
-        """Print permanent lines."""
+        """Print lines on rank 0 that the live line does not overwrite."""
         if self.speaks:
             self.progress.print(text)
 
@@ -98,6 +98,6 @@ class Report:
             self.progress.forget_pause()
 
     def close(self) -> None:
-        """Close the log and what else receives figures."""
+        """Close the log and the other writers."""
         if self.figures:
             self.figures.close()

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: the same figures, where they are asked for and installed."""
+"""Write the figures to TensorBoard and Weights & Biases, if requested."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ EXTRAS = {"tensorboard": "figures", "wandb": "wandb"}
 
 
 def require_installed(settings: Report) -> None:
-    """Check that what is asked for is there, before anything is trained.
+    """Check that the requested writers are installed, before training starts.
 
     Raises:
-        ValueError: it is not.
+        ValueError: a requested writer is not installed.
     """
     for library, extra in EXTRAS.items():
         if getattr(settings, library) and find_spec(library) is None:
@@ -26,11 +26,11 @@ def require_installed(settings: Report) -> None:
 
 
 def open_writers(settings: Report, *, first_step: int, config: Mapping[str, Any]) -> list[Writer]:
-    """Open what is asked for.
+    """Open the requested writers.
 
     Args:
-        first_step: finished steps before this run.
-        config: the settings of the run, which Weights & Biases keeps with it.
+        first_step: the number of steps finished before this run.
+        config: the settings of the run, which Weights & Biases stores.
     """
     found: list[Writer] = []
     if settings.tensorboard:

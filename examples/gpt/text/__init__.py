@@ -1,1 +1,1 @@
-"""The training text: its origin, its tokens, and the baseline that it gives."""
+"""The training text: its origin, its tokens, and the baseline loss computed from it."""

@@ -1,7 +1,7 @@
-"""The baseline: the loss of the best model that looks at only one token.
+"""Compute the baseline: the loss of a bigram model, which predicts from one token only.
 
-A transformer with broken attention can learn bigrams and nothing better, so a validation loss
-clearly below this one shows that attention works. Counting is exact: no training, no randomness.
+A transformer with broken attention can learn nothing better than bigrams, so a validation loss
+clearly below the baseline shows that attention works. Counting needs no training or randomness.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_DENSE = 1 << 17  # pairs of bytes are counted in a table, pairs of words by 
 
 
 def count_pairs(blocks: Tokens, vocabulary: int) -> NDArray[np.int64]:
-    """Count how often each token follows each other one within a piece: [vocabulary squared]."""
+    """Count each pair of adjacent tokens within the pieces: [vocabulary squared]."""
     counts = np.zeros(vocabulary * vocabulary, np.int64)
     for block in blocks:  # by piece, so that the indices of a long text never exist all at once
         counts += np.bincount(pairs_of(block, vocabulary), minlength=counts.size)
@@ -26,12 +26,12 @@ def count_pairs(blocks: Tokens, vocabulary: int) -> NDArray[np.int64]:
 
 
 def pairs_of(block: NDArray[Any], vocabulary: int) -> NDArray[np.int64]:
-    """Number the pairs of neighbours in a piece."""
+    """Return the index of each pair of adjacent tokens in a piece."""
     return block[:-1].astype(np.int64) * vocabulary + block[1:]
 
 
 def bigram_loss(train: Tokens, validation: Tokens, vocabulary: int = 256) -> float:
-    """Return the validation loss, in nats per token, of smoothed (+1) pairs counted in `train`."""
+    """Return the validation loss of add-one smoothed bigrams of `train`, in nats per token."""
     if vocabulary**2 <= MAX_DENSE:
         smoothed = count_pairs(train, vocabulary).reshape(vocabulary, -1) + 1
         log_probability = np.log(smoothed / smoothed.sum(axis=1, keepdims=True)).ravel()
@@ -41,7 +41,7 @@ def bigram_loss(train: Tokens, validation: Tokens, vocabulary: int = 256) -> flo
 
 
 def sparse_bigram_loss(train: Tokens, validation: Tokens, vocabulary: int) -> float:
-    """Do the same if a table of all pairs would not fit into memory."""
+    """Do the same as `bigram_loss` if a table of all pairs would not fit into memory."""
     pairs = np.concatenate([pairs_of(block, vocabulary) for block in train])
     known, counts = np.unique(pairs, return_counts=True)
     firsts = np.bincount(pairs // vocabulary, minlength=vocabulary)

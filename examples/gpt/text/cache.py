@@ -1,8 +1,8 @@
-"""A text's tokens, prepared on first use and cached in `$XDG_CACHE_HOME/echelon/texts`.
+"""Prepare a text's tokens on first use, and cache them in `$XDG_CACHE_HOME/echelon/texts`.
 
 All ranks of a host may request them at the same time: one prepares them, and the others wait. A
-text is read piece by piece, so memory use does not depend on its size. Tokens of texts that were
-changed or removed are deleted.
+text is read piece by piece, so memory use does not depend on its size. Tokens of texts that have
+changed or been removed are deleted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SLOW_BYTES = 1 << 28  # a text that takes long enough to be announced
 
 
 def cache_folder() -> Path:
-    """Return the folder of all prepared texts."""
+    """Return the folder that contains all prepared texts."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(base if Path(base).is_absolute() else Path.home() / ".cache", "echelon", "texts")
 
 
 def prepared(text: Text, vocabulary_size: int = BYTES.size) -> Path:
-    """Return the folder of a text's tokens, with `train` and `validation`, and its vocabulary.
+    """Return the folder with a text's vocabulary and its `train` and `validation` tokens.
 
     Raises:
         OSError: the text cannot be read, or its tokens cannot be written.
@@ -52,7 +52,7 @@ def prepared(text: Text, vocabulary_size: int = BYTES.size) -> Path:
 
 
 def write(text: Text, vocabulary: Vocabulary, folder: Path) -> None:
-    """Write the two parts of a text, its vocabulary, and the list of its files."""
+    """Write a text's training and validation tokens, its vocabulary, and a list of its files."""
     (folder / "vocabulary.json").write_text(vocabulary.to_json(), encoding="utf-8")
     files = [(str(path), *rest) for path, *rest in text.files]
     (folder / "files.json").write_text(json.dumps(files), encoding="utf-8")
@@ -77,7 +77,7 @@ def write(text: Text, vocabulary: Vocabulary, folder: Path) -> None:
 
 
 def remove_outdated(folder: Path) -> None:
-    """Delete the tokens of texts that were changed or removed."""
+    """Delete the tokens of texts that have changed or been removed."""
     for kept in folder.glob(f"v{VERSION}-*"):
         try:
             files = json.loads((kept / "files.json").read_text(encoding="utf-8"))

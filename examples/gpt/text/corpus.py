@@ -1,4 +1,4 @@
-"""The training data: weighted sources of tokens, their held-out parts, and one vocabulary."""
+"""Open the training data: weighted sources of tokens, their held-out splits, and a vocabulary."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INDEX = "index.json"  # of a folder of token shards
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on and tokens to validate with; no document is in both.
+    """The training and validation tokens; no document is in both.
 
     Attributes:
-        name: name for messages.
+        name: the corpus's name in messages.
     """
 
     name: str
@@ -29,24 +29,24 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens to train on."""
+        """The number of tokens to train on."""
         return sum(len(source.shards) for source in self.train)
 
     @property
     def num_held_out(self) -> int:
-        """Number of tokens to validate with."""
+        """The number of tokens to validate with."""
         return sum(len(source.shards) for source in self.validation)
 
     @property
     def fingerprint(self) -> list[int]:
-        """Numbers that change if the tokens do."""
+        """A list of numbers that changes if the tokens change."""
         return [source.shards.index.fingerprint for source in (*self.train, *self.validation)]
 
     def require_windows_of(self, num_tokens: int) -> None:
-        """Check that a window of `num_tokens` fits into every part.
+        """Check that every source and its held-out split have at least `num_tokens`.
 
         Raises:
-            ValueError: a text is too short for it.
+            ValueError: a text is too short.
         """
         for part, sources in (("training", self.train), ("validation", self.validation)):
             for source in sources:
@@ -63,14 +63,14 @@ def load_corpus(
     """Open the sources; prepare text sources on first use.
 
     Args:
-        places: folders of token shards or text files, each optionally followed by `:WEIGHT`; none:
-            the source of the standard library.
+        places: folders of token shards or text files, each optionally followed by `:WEIGHT`; if
+            empty, the source of the standard library.
         vocabulary: the size of a text's vocabulary, 256 by default. Token shards have their own.
-        limit_bytes: how much of the standard library is read.
+        limit_bytes: the maximum number of bytes to read from the standard library.
 
     Raises:
-        ValueError: a text is too short to split, sources have different tokenizers, a folder has no
-            held-out part, or a weight is not a number.
+        ValueError: a text is too short to split, sources have different tokenizers, no folder has
+            a held-out split, or a weight is not a number.
         TokenShardsError: a folder does not contain token shards, or is damaged.
         OSError: a file cannot be read.
     """
@@ -96,7 +96,7 @@ class _Opened:
 
 
 def _split(place: str) -> tuple[Path, float]:
-    """Split PATH:WEIGHT; a path that exists as it is has weight 1."""
+    """Split PATH:WEIGHT; if the whole argument is an existing path, its weight is 1."""
     path, colon, weight = place.rpartition(":")
     if not colon or Path(place).exists():
         return Path(place), 1.0

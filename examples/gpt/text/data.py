@@ -1,7 +1,7 @@
-"""A rank's share of the data: its part of each batch, and of the held-out windows.
+"""Read a rank's split of the data: its slice of each batch and of the held-out windows.
 
 The position in the data is the number of samples that all ranks together have received from each
-source (`echelon.tokens.TokenLoader`), so a checkpoint of it fits any number of ranks and any batch
+source (`echelon.tokens.TokenLoader`), so it can be restored with any number of ranks and any batch
 size.
 """
 
@@ -34,11 +34,11 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSource:
-    """This rank's part of each batch, read ahead by threads.
+    """A source of this rank's slice of each batch, read ahead by threads.
 
     Attributes:
-        rank, world_size: this rank's place among the ranks that divide a batch.
-        num_sequences: number of sequences in a batch, over all ranks.
+        rank, world_size: this rank's index among the data-parallel ranks, and their number.
+        num_sequences: the number of sequences in a batch, over all ranks.
     """
 
     loader: TokenLoader
@@ -60,7 +60,7 @@ class BatchSource:
         pack_documents: bool = False,
         num_workers: int = 1,
     ) -> BatchSource:
-        """Start reading a corpus at its first sample."""
+        """Start reading a corpus from its first sample."""
         loader = TokenLoader(
             corpus.train,
             context=context,
@@ -76,40 +76,40 @@ class BatchSource:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that all ranks together have received: the number of the next one."""
+        """The number of samples that all ranks have received, which is the next one's index."""
         return self.loader.num_samples
 
     def next_batch(self) -> Batch:
-        """Wait for the next batch; return this rank's part of it."""
+        """Wait for the next batch; return this rank's slice of it."""
         batch = next(self.loader)
         parts = (batch.tokens, batch.targets, batch.documents)
         return Batch(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, equal on all ranks."""
+        """Return the position in the data, which is equal on all ranks."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position.
+        """Continue at a saved position.
 
         Raises:
-            ValueError: it belongs to other data.
+            ValueError: the position belongs to other data.
         """
         self.loader.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop the reading threads."""
         self.loader.close()
 
 
 def share(num_items: int, rank: int, world_size: int) -> slice:
-    """Return the slice of `num_items` that is this rank's; the sizes differ by at most one."""
+    """Return this rank's slice of `num_items` items; the sizes differ by at most one."""
     return slice(num_items * rank // world_size, num_items * (rank + 1) // world_size)
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Sequences to validate with, and one more token each: both int64 [N, T + 1]."""
+    """Validation sequences with one extra token each: tokens and documents, int64 [N, T + 1]."""
 
     tokens: NDArray[np.int64]
     documents: NDArray[np.int64]
@@ -118,16 +118,16 @@ class Windows:
         return len(self.tokens)
 
     def num_targets(self, mask_documents: bool) -> int:
-        """Return how many tokens are predicted, at least 1; with masks, without first tokens."""
+        """Return the number of targets, at least 1; with masks, first tokens are not targets."""
         firsts = self.documents[:, 1:] != self.documents[:, :-1]
         return max(1, firsts.size - (int(firsts.sum()) if mask_documents else 0))
 
 
 def validation_windows(sources: Sequence[Source], *, num_windows: int, context: int) -> Windows:
-    """Return the same evenly spaced windows every time, from each source by its weight.
+    """Return evenly spaced windows of each source, in proportion to the sources' weights.
 
     Returns:
-        At most `num_windows`, but at least one of each source.
+        The same windows in each call: about `num_windows`, and at least one per source.
     """
     total = sum(source.weight for source in sources)
     tokens, documents = [], []
@@ -150,10 +150,10 @@ def evaluation_batches(
     at_least: int,
     mask_documents: bool = False,
 ) -> Iterator[Batch]:
-    """Divide windows among the ranks, in batches; every rank gets equally many.
+    """Yield this rank's windows in batches; every rank gets the same number of batches.
 
-    Ranks with a sharded model have to call it equally often, and a pipeline needs a sequence for
-    each micro-batch. Incomplete batches are therefore filled with sequences that do not count.
+    Ranks with a sharded model must call it equally often, and a pipeline needs a sequence for each
+    micro-batch. Incomplete batches are therefore padded with sequences that do not count.
     """
     mine = share(len(windows), rank, world_size)
     tokens, documents = windows.tokens[mine], windows.documents[mine]
@@ -181,7 +181,7 @@ def _evaluation_batch(
 
 
 def tokens_in_pieces(sources: Sequence[Source], *, at_most: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the first tokens of all sources in pieces, the number of each by its weight."""
+    """Yield the first tokens of each source in pieces, in proportion to the sources' weights."""
     total = sum(source.weight for source in sources)
     for source in sources:
         end = min(len(source.shards), int(at_most * source.weight / total))

@@ -1,7 +1,7 @@
-"""The origin of text: files, read one after another in blocks.
+"""Read text from files, one after another, in blocks.
 
-By default, this is the source of the running Python's standard library, which every machine has;
-otherwise, it is one of the user's files. Every 16th block is held out for validation.
+By default, the text is the source of the running Python's standard library, which every machine
+has; otherwise, it is one of the user's files. Every 16th block is held out for validation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Text:
     """Files that are read as one text.
 
     Attributes:
-        name: name for messages.
-        files: each with its size in bytes and the time of its last change.
-        limit_bytes: read no more than that; None: all.
+        name: the text's name in messages.
+        files: the files, each with its size in bytes and its modification time.
+        limit_bytes: the maximum number of bytes to read; None: all.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Text:
 
     @property
     def stamp(self) -> int:
-        """A number that changes once a file does."""
+        """A number that changes when a file changes."""
         files = [(str(path), *rest) for path, *rest in self.files]
         return zlib.crc32(repr((files, self.limit_bytes)).encode())
 
     def pieces(self) -> Iterator[tuple[int, bytes, bool]]:
-        """Yield pieces: the block's number, the bytes, and whether a file begins with them.
+        """Yield pieces: the block's number, the bytes, and whether they start a file.
 
-        A piece lies in one block and one file.
+        A piece lies within one block and one file.
 
         Raises:
             OSError: a file cannot be read.
@@ -71,7 +71,7 @@ class Text:
 
 
 def is_held_out(block: int) -> bool:
-    """Return whether a block is for validation."""
+    """Return whether a block is held out for validation."""
     return block % VALIDATION_EVERY == VALIDATION_EVERY - 1
 
 
@@ -79,13 +79,13 @@ def text_of(path: Path) -> Text:
     """Return the text of one file.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
     """
     return Text(str(path), (_stamped(path.resolve()),))
 
 
 def standard_library(folder: Path | None = None, *, limit_bytes: int | None = None) -> Text:
-    """Return the source text of the library's own modules, in a fixed order."""
+    """Return the source text of the standard library's own modules, in a fixed order."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
     files = tuple(_stamped(path) for path in walk(folder))
     return Text("the standard library", files, limit_bytes)

@@ -1,11 +1,11 @@
-"""Conversion between bytes and tokens: three vocabularies of a text, distinguished by their size.
+"""Convert between bytes and tokens, with three kinds of vocabularies, selected by size.
 
     256          every byte is a token
     below 256    characters: the most frequent bytes have a token each, all others share the last
-    above 256    words: the most frequent ones have a token each, the rest is spelled in bytes
+    above 256    words: the most frequent ones have a token each, the rest is encoded as bytes
 
-A vocabulary is a function of the text and the size, so every host makes the same one. Token shards
-that `echelon prepare` made come with a tokenizer instead: `TokenizerVocabulary`.
+A vocabulary is a function of the text and the size, so every host builds the same one. Token shards
+from `echelon prepare` come with a tokenizer instead: `TokenizerVocabulary`.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Vocabulary:
         return b"".join(self.pieces[token] for token in tokens)
 
     def to_json(self) -> str:
-        """Return the text of a file that `from_json` reads."""
+        """Return the vocabulary as JSON for `from_json`."""
         return json.dumps([piece.decode("latin-1") for piece in self.pieces])
 
     @classmethod
     def from_json(cls, text: str) -> Vocabulary:
-        """Return the vocabulary that `to_json` wrote."""
+        """Parse a vocabulary from the output of `to_json`."""
         return cls(tuple(piece.encode("latin-1") for piece in json.loads(text)))
 
     @cached_property
@@ -95,7 +95,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class TokenizerVocabulary:
-    """The tokens of a tokenizer that was given to `echelon prepare`."""
+    """The vocabulary of a tokenizer that was passed to `echelon prepare`."""
 
     tokenizer: Tokenizer
 
@@ -125,7 +125,7 @@ def vocabulary_of(folder: Path, tokenizer: str) -> Vocabulary | TokenizerVocabul
     """Return the vocabulary of a folder of token shards.
 
     Raises:
-        ValueError: the tokenizer's package is not installed, or there is no such tokenizer.
+        ValueError: the tokenizer does not exist, or its package is not installed.
         OSError: the vocabulary's file cannot be read.
     """
     file = folder / "vocabulary.json"
@@ -138,7 +138,7 @@ def make_vocabulary(text: Text, size: int) -> Vocabulary:
     """Return the vocabulary of `size` tokens for a text.
 
     Raises:
-        ValueError: a size that no vocabulary can have.
+        ValueError: no vocabulary can have this size.
         OSError: the text cannot be read.
     """
     if not 2 <= size <= MAX_SIZE:
@@ -149,7 +149,7 @@ def make_vocabulary(text: Text, size: int) -> Vocabulary:
 
 
 def characters_of(text: Text, size: int) -> Vocabulary:
-    """Give the most frequent bytes a token each; the last token represents all other bytes."""
+    """Return a vocabulary of the most frequent bytes; the last token also encodes all others."""
     counts = np.zeros(NUM_BYTES, np.int64)
     for _, piece, _ in text.pieces():
         counts += np.bincount(np.frombuffer(piece, np.uint8), minlength=NUM_BYTES)
@@ -158,7 +158,7 @@ def characters_of(text: Text, size: int) -> Vocabulary:
 
 
 def words_of(text: Text, size: int) -> Vocabulary:
-    """Give each byte a token, and the most frequent longer words of the first megabytes one each.
+    """Return a vocabulary of all bytes and the most frequent words of the first megabytes.
 
     If there are fewer words than tokens, the last tokens are unused.
     """

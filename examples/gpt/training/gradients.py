@@ -1,8 +1,8 @@
-"""Gradients in a few large flat buffers, so that averaging them takes a few large operations.
+"""Keep gradients in a few large flat buffers, so that averaging takes a few large operations.
 
 Each parameter's `.grad` is a view into its bucket's buffer for the whole run: backward accumulates
-straight into the buffer, the all_reduce averages the buffer in place, and the optimizer reads the
-views. Nothing is packed, unpacked or allocated in a step.
+directly into the buffer, the all_reduce averages the buffer in place, and the optimizer reads the
+views. A step packs, unpacks and allocates nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ FOUR_MIB = 4 * 1024 * 1024
 
 
 class GradientBuckets:
-    """Owns the gradients of parameters of one dtype and device.
+    """The gradient buffers of parameters of one dtype and device.
 
     Attributes:
-        flats: the buffers, each 1D; a bucket holds whole parameters, in the order given.
+        flats: the 1D buffers; a bucket contains whole parameters, in the given order.
     """
 
     def __init__(self, parameters: Iterable[Parameter], *, bucket_bytes: int = FOUR_MIB) -> None:
         self.flats = [adopt(bucket) for bucket in fill_buckets(parameters, bucket_bytes)]
 
     def zero(self) -> None:
-        """Zero the gradients, but keep the views (`zero_grad` would drop them)."""
+        """Zero the gradients in place; `zero_grad` would drop the views."""
         for flat in self.flats:
             flat.zero_()
 
@@ -38,7 +38,7 @@ class GradientBuckets:
 
 
 def fill_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
-    """Group parameters in order; a bucket is closed before it would exceed `bucket_bytes`."""
+    """Group parameters in order into buckets of at most `bucket_bytes` or one parameter."""
     buckets: list[list[Parameter]] = []
     used_bytes = 0
     for parameter in parameters:
@@ -51,7 +51,7 @@ def fill_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[lis
 
 
 def adopt(bucket: list[Parameter]) -> Tensor:
-    """Create one zeroed buffer for these parameters and point each `.grad` into it."""
+    """Create one zeroed buffer for these parameters, and make each `.grad` a view of it."""
     first = bucket[0]
     flat = torch.zeros(sum(p.numel() for p in bucket), dtype=first.dtype, device=first.device)
     pieces = flat.split([parameter.numel() for parameter in bucket])

@@ -1,10 +1,10 @@
 """Data-parallel training, one small method for each part of a step.
 
-A step is: fetch the batch, forward and backward on this rank's share, average the gradients, clip,
-update, average the loss. Every rank makes the same collective calls in the same order; that is the
-whole contract of data parallelism. `break_it.py` shows what happens if a rank breaks it: it
-overrides one of these methods and nothing else. `parallel.py` decides whether ranks are replicas or
-hold parts.
+A step is: fetch the batch, run forward and backward on this rank's slice, average the gradients,
+clip, update, average the loss. Every rank makes the same collective calls in the same order, which
+is the whole contract of data parallelism. `break_it.py` shows what happens if a rank violates it:
+each fault overrides one of these methods. `parallel.py` implements ranks that are replicas, and
+ranks that have only a part of the model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EVALUATION_SEQUENCES = 32
 
 
 def build_optimizer(parallel: Replicas | Divided, name: str, lr: float) -> torch.optim.Optimizer:
-    """Return an optimizer that decays the matrices but not the gains and biases."""
+    """Return an optimizer that applies weight decay to matrices, but not to gains and biases."""
     if name == "muon":
         return Muon(parallel.trained, lr=lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
     parameters = list(parallel.model.parameters())
@@ -66,7 +66,7 @@ def open_source(
     rank: int,
     world_size: int,
 ) -> BatchSource:
-    """Return the data of one of the ranks that divide a batch."""
+    """Return the data source of one data-parallel rank."""
     return BatchSource.open(
         corpus,
         num_sequences=settings.batch,
@@ -81,26 +81,26 @@ def open_source(
 
 
 def split(batch: Batch, num_parts: int) -> Iterator[Batch]:
-    """Divide a batch into parts of nearly equal sizes."""
+    """Split a batch into parts of nearly equal sizes."""
     parts = (tensor.tensor_split(num_parts) for tensor in batch)
     return (Batch(*part) for part in zip(*parts, strict=True))
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on a device."""
+    """Move a batch to a device."""
     return Batch(*(move(part, device) for part in batch))
 
 
 class Trainer:
-    """One rank's part of the training of one model.
+    """One rank's trainer of a model.
 
     Attributes:
         step: the number of finished steps.
-        parallel: how the ranks divide the work.
+        parallel: the ranks' parallelism, `Replicas` or `Divided`.
         buckets: the same object; its `flats` are the gradients that are averaged over the ranks.
         model: the part of the model that this rank trains.
-        gradient_norm: of the last step, before clipping.
-        learning_rate: of the last step.
+        gradient_norm: the gradient norm of the last step, before clipping.
+        learning_rate: the learning rate of the last step.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Trainer:
 
     @property
     def samples(self) -> int:
-        """Number of sequences trained on, over all ranks: the number of the next one."""
+        """The number of sequences trained on over all ranks, which is the next one's index."""
         return self.source.num_samples
 
     @classmethod
@@ -146,7 +146,7 @@ class Trainer:
         *,
         world: ProcessGroup,
     ) -> Trainer:
-        """Create this rank's part of the model from rank 0's weights, and its share of the data."""
+        """Create this rank's part of the model with rank 0's weights, and its data source."""
         device = choose_device(settings.device)
         model = cls.make_model(config, settings, device)
         parallel = (Divided if settings.is_divided else Replicas)(model, world, settings)
@@ -158,7 +158,7 @@ class Trainer:
     def make_model(
         config: GPTConfig | ModelConfig, settings: TrainingSettings, device: torch.device
     ) -> GPT | Transformer:
-        """Create the model that the seed or the folder determines."""
+        """Create the model with weights drawn from the seed or loaded from a folder."""
         torch.manual_seed(settings.seed)
         kind = Transformer if isinstance(config, ModelConfig) else GPT
         model = kind(config)
@@ -184,7 +184,7 @@ class Trainer:
         return mean_loss
 
     def warm_up(self) -> float:
-        """Run a step without its effects, so that compiling is over; return the seconds it took.
+        """Run forward and backward on zeros, to trigger compilation; return the seconds taken.
 
         Collective.
         """
@@ -220,10 +220,10 @@ class Trainer:
         return total
 
     def count_fair_share(self, batch: Batch) -> float:
-        """Return the divisor of a term of the loss: a rank's average number of tokens to train on.
+        """Return the ranks' average number of targets, the divisor of this rank's loss term.
 
-        Collective with masked documents, whose first tokens are not targets: each rank knows only
-        its own number.
+        Collective with masked documents, whose first tokens are not targets, because each rank can
+        count only its own targets.
         """
         if not self.settings.mask_documents:
             return self.settings.batch * batch.targets.shape[1] / self.source.world_size
@@ -234,13 +234,13 @@ class Trainer:
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return this rank's term of the loss; the average of the terms is the global mean.
 
-        Dividing by the fair share rather than the actual number of tokens keeps this true if the
-        tokens do not divide evenly among the ranks.
+        The divisor is `fair_share` rather than this rank's number of targets, so that this holds
+        even if the ranks have different numbers of targets.
         """
         return self.summed_loss(batch) / self.fair_share
 
     def summed_loss(self, batch: Batch) -> Tensor:
-        """Return the cross entropy summed over all tokens, in nats. No gradients if divided."""
+        """Return the cross entropy summed over all targets, in nats; no gradients if divided."""
         if isinstance(self.parallel, Divided):
             return self.parallel.evaluate(batch)
         half, settings = self.settings.half, self.settings
@@ -253,7 +253,7 @@ class Trainer:
         return token_losses(logits, batch.targets)
 
     def average_gradients(self) -> None:
-        """Average over the ranks, in place, the gradients that backward has not averaged itself."""
+        """Average in place, over the ranks, all gradients that backward has not yet averaged."""
         for flat in self.parallel.flats:
             self.average_bucket(flat)
 
@@ -262,10 +262,10 @@ class Trainer:
         self.world.all_reduce(flat, op="avg")
 
     def update(self) -> None:
-        """Clip the gradients and let the optimizer take its step.
+        """Clip the gradients and run the optimizer's step.
 
-        A step whose gradients are not finite is skipped on all ranks alike, because their norm is
-        the same on all. In float16, the scaler does this, since overflows are part of its search.
+        A step with nonfinite gradients is skipped on all ranks, because their norm is the same on
+        all ranks. In float16, the scaler skips it, since its search for a scale causes overflows.
 
         Raises:
             NonFiniteGradientError: too many steps in a row were skipped.
@@ -280,17 +280,17 @@ class Trainer:
         self.scaler.update()
 
     def average_loss(self, loss: Tensor) -> float:
-        """Average the terms of the loss over the ranks: the mean over the global batch."""
+        """Average the ranks' loss terms, which yields the mean over the global batch."""
         mean = loss.detach().float()
         self.world.all_reduce(mean, op="avg")
         return mean.item()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Put the averaged weights in the place of the trained ones while the context lasts."""
+        """Return a context in which averaged weights (EMA), if any, replace the trained ones."""
         return nullcontext() if self.average is None else self.average.applied()
 
     def validate(self, windows: Windows) -> float:
-        """Return the mean loss over all targets; each rank evaluates its share."""
+        """Return the mean loss over all targets; each rank evaluates its slice. Collective."""
         with torch.no_grad(), self.averaged():
             return self._validate(windows)
 
@@ -331,8 +331,8 @@ class Trainer:
         """Continue from a checkpoint of any number of ranks; return its state. Collective.
 
         Raises:
-            CheckpointError: it cannot be read.
-            ValueError: it does not fit.
+            CheckpointError: the checkpoint cannot be read.
+            ValueError: the checkpoint does not fit the model or the data.
         """
         state = load(path, self.state())
         self.step = state["step"]

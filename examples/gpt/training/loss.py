@@ -1,4 +1,4 @@
-"""The cross entropy of a model's predictions, from all logits at once or in chunks."""
+"""Compute the cross entropy of a model's predictions, from all logits at once or in chunks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def summed_loss(model: GPT | Transformer, features: Tensor, targets: Tensor) -> Tensor:
-    """Return the same from the input of the head, [B, T, C], a chunk of tokens at a time."""
+    """Return the same sum from the head's input [B, T, C], one chunk of tokens at a time."""
     weight = model.head.weight if isinstance(model, Transformer) else model.token.weight
     return chunked_cross_entropy(features, weight, targets, reduction="sum")

@@ -1,4 +1,4 @@
-"""The part of the machine that a rank uses: one thread, and the GPU of its local rank, if any."""
+"""Select a rank's resources: one thread, and the GPU of its local rank, if any."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def limit_threads() -> None:
-    """Compute with one thread per rank: ranks share the cores. OMP_NUM_THREADS overrides this."""
+    """Compute with one thread, as ranks share the cores. OMP_NUM_THREADS overrides this."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 
 def load_optimizers() -> None:
-    """Make torch load the modules that the first optimizer would load, which takes seconds.
+    """Load the modules that torch would load for the first optimizer, which takes seconds.
 
-    Before `dist.init`, this counts as startup; afterwards, it would look like silent ranks.
+    Before `dist.init`, this counts as startup; afterwards, the ranks would seem to have stalled.
     """
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
@@ -28,8 +28,8 @@ def load_optimizers() -> None:
 def choose_device(wanted: str = "auto") -> torch.device:
     """Return this rank's device, and make it torch's current device.
 
-    Call it before `dist.init`: a library such as NCCL binds to the current device. Local ranks
-    beyond the number of GPUs share them.
+    Call this before `dist.init`, because a library such as NCCL binds to the current device. If
+    there are more local ranks than GPUs, ranks share GPUs.
 
     Args:
         wanted: "cpu", "cuda", or "auto": a GPU if torch finds one.
@@ -58,12 +58,12 @@ def choose_device(wanted: str = "auto") -> torch.device:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host."""
+    """Return this rank's local rank, its index on its host."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def describe(device: torch.device) -> str:
-    """Return the device; for a GPU, also its name and how many local ranks share each GPU."""
+    """Describe a device; for a GPU, with its name and the number of local ranks per GPU."""
     if device.type != "cuda":
         return str(device)
     num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
@@ -73,7 +73,7 @@ def describe(device: torch.device) -> str:
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move a host tensor to a device; the host does not wait for the copy to a GPU."""
+    """Move a host tensor to a device; the copy to a GPU is asynchronous."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""How the ranks divide the work: as replicas of the model, or with the model divided among them.
+"""Run training over the ranks, as replicas of the model or with the model split over them.
 
 Both variants average the gradients over the ranks, and provide the norm of all gradients and the
 whole model.
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Replicas:
-    """Every rank has the whole model; gradients are averaged in flat buckets.
+    """Replicas of the model on all ranks, with gradients that are averaged in flat buckets.
 
     Attributes:
         flats: the gradient buffers that are yet to be averaged over the ranks.
-        trained: what the optimizer of whole matrices takes.
-        data: (rank, size) that divides the batch.
-        scaler: the loss scaler: float16 needs one, other dtypes do not.
+        trained: the argument for an optimizer that works on whole matrices.
+        data: this rank's (rank, size) in data parallelism, which splits the batch.
+        scaler: the loss scaler, which only float16 needs.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Replicas:
 
 
 class Divided:
-    """Stages, shards and slices of layers on a mesh of ranks, in any combination.
+    """A model split into stages, shards and tensor-parallel slices, in any combination.
 
     Attributes:
-        model: the part that this rank trains.
-        trained: the same with its mesh, which the optimizer of whole matrices takes.
-        data: (rank, size) that divides the batch.
-        scaler: the loss scaler; all ranks decide together.
+        model: the part of the model that this rank trains.
+        trained: the same with its mesh, for an optimizer that works on whole matrices.
+        data: this rank's (rank, size) in data parallelism, which splits the batch.
+        scaler: the loss scaler, which makes the same decisions on all ranks.
     """
 
     flats: list[Tensor] = []  # noqa: RUF012 -- none is left to average
@@ -97,11 +97,11 @@ class Divided:
         self.scaler = GradScaler(over=world, enabled=half is torch.float16)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return a micro-batch's loss."""
+        """Return a micro-batch's loss, divided by `divisor`."""
         return token_losses(logits, targets) / self.divisor
 
     def chunked_loss(self, model: GPT | Transformer) -> Any:
-        """Return the function for a micro-batch's loss that avoids the logits of all tokens."""
+        """Return a forward that computes a micro-batch's loss without the logits of all tokens."""
         hidden = model.hidden
 
         def forward(tokens: Tensor, targets: Tensor, *documents: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Divided:
         return term * self.parallel.mesh.size
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return this rank's term of the loss summed over all tokens."""
+        """Return this rank's term of the loss summed over all targets."""
         self.divisor = 1.0 / self.settings.num_parts
         return self.parallel.evaluate(*self._inputs(batch)) * self.data[1]
 
@@ -128,7 +128,7 @@ class Divided:
         return (batch.tokens, *documents), batch.targets
 
     def zero(self) -> None:
-        """Zero the gradients."""
+        """Drop the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""How a model is trained: the trainer's settings."""
+"""The trainer's settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOOR = 0.1  # of the peak rate; a rate of 0 would waste the last steps
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """How a model is trained; its sizes are in `GPTConfig`."""
+    """The settings of training; the model's sizes are in its configuration."""
 
     steps: int
     batch: int  # sequences a step, over all ranks together
@@ -47,16 +47,16 @@ class TrainingSettings:
 
     @property
     def is_divided(self) -> bool:
-        """Whether a rank has only a part of the model."""
+        """True if the model is split, so that a rank has only a part of it."""
         return self.shard or self.pipeline > 1 or self.tp > 1
 
     @property
     def num_parts(self) -> int:
-        """The number of parts into which a rank's share of a batch is split."""
+        """The number of parts into which a rank's slice of a batch is split."""
         return self.microbatches if self.pipeline > 1 else self.accumulate
 
     def make_schedule(self) -> Schedule:
-        """Return the factor of the learning rate as a function of the step."""
+        """Return the function that maps a step to the factor of the learning rate."""
         if self.schedule == "constant":
             return make_schedule("constant", num_warmup=self.warmup)
         # a run that is shorter than its warm-up only rises
@@ -67,5 +67,5 @@ class TrainingSettings:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The 16-bit dtype to compute in, if any."""
+        """The 16-bit compute dtype, or None for float32."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None

@@ -1,6 +1,6 @@
 """Cache the fields of an operation that rarely change at a given call site.
 
-A line of code usually passes the same arguments as last time. For each line, the cache holds the
+A line of code usually passes the same arguments each time. For each line, the cache holds the
 callers' positions, the arguments and the packed fields. `Operations` reuses the packed fields if
 nothing has changed, and otherwise calls this module.
 """
@@ -50,10 +50,10 @@ class Calls:
     def find(
         self, frame: FrameType | None, call: tuple[Any, ...], tails: _Tails | None = None
     ) -> bytes:
-        """Return the packed fields of a call, and cache the fields by calling line.
+        """Return a call's packed fields, and cache them for the calling line.
 
         Args:
-            tails: the arguments that the same line has passed in earlier calls.
+            tails: the packed fields of the same line's earlier calls, keyed by call.
         """
         if tails is not None:
             try:
@@ -96,7 +96,7 @@ class Calls:
         return tail
 
     def _add(self, key: tuple[Any, ...], is_hashable: bool) -> tuple[int, int]:
-        """Encode the fields of a call and cache the result."""
+        """Return a call's signature reference and timeout in ms, and cache them if hashable."""
         operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
         signature = self._signatures.add(operation, dtype, reduce_op, shapes, inputs, outputs)
         known = signature, int(timeout_s * 1000) if 0 <= timeout_s <= MAX_TIMEOUT_S else 0
@@ -107,7 +107,7 @@ class Calls:
         return known
 
     def _forget(self) -> None:
-        """Drop cached references into `recent`."""
+        """Drop all cached references into `recent`."""
         self._num_forgotten += 1
         self._calls.clear()
         for line in list(self.lines.values()):
@@ -116,7 +116,7 @@ class Calls:
 
 
 def _callers(frame: FrameType) -> tuple[_Code, int, _Code, int, _Code, int]:
-    """Return the positions of a frame's three nearest callers."""
+    """Return the code and instruction offset of each of a frame's three nearest callers."""
     found: list[Any] = []
     caller = frame.f_back
     for _ in range(3):

@@ -9,7 +9,7 @@ _I64 = (-(1 << 63), (1 << 63) - 1)
 
 
 def clamped_i64(number: Any) -> int:
-    """Return the nearest number that fits into 64 bits.
+    """Return the nearest signed 64-bit integer.
 
     Raises:
         TypeError, ValueError, OverflowError: the argument is not a number.
@@ -18,7 +18,7 @@ def clamped_i64(number: Any) -> int:
 
 
 def moment(at_mono_ns: Any, now: int) -> int:
-    """Return the caller's timestamp, or the current time if the timestamp is invalid."""
+    """Return the caller's stamp, or `now` if the stamp is 0 or invalid."""
     try:
         return clamped_i64(at_mono_ns) or now
     except (TypeError, ValueError, OverflowError):
@@ -26,7 +26,7 @@ def moment(at_mono_ns: Any, now: int) -> int:
 
 
 def pack_clamped(form: struct.Struct, *fields: Any) -> bytes:
-    """Pack integers, limiting each to the range of its field; bytes are packed unchanged.
+    """Pack integers, clamping each to the range of its field; bytes are packed unchanged.
 
     Raises:
         TypeError, ValueError, OverflowError: a field is not a number.

@@ -1,10 +1,10 @@
-"""Implement the writing of operations in pure Python, for when the C core is not built.
+"""Write operations in pure Python if the C core was not built.
 
 [Note: why no lock] From version 3.11, CPython with its global lock switches threads only after
 calls and at backward jumps. A sequence of statements without calls and backward jumps is therefore
 atomic. Each change to a slot is made by such a sequence, so threads never overwrite each other's
 data. Rare cases take a lock, for example if a slot's operation has not ended. If the interpreter
-does not give this guarantee, `LockedOperations` holds a lock in every method.
+does not guarantee this, `LockedOperations` holds a lock in every method.
 
 Readers, which are other processes, verify what they read (schema.py, [Note: what makes a slot
 readable]).
@@ -82,14 +82,14 @@ class OperationWriter(Protocol):
         depth: int = 1,
         is_started: bool = False,
     ) -> int:
-        """Record that an operation was called; return its number, for use in later calls.
+        """Record that an operation was called; return its record number for the other methods.
 
         Args:
             group: the group's reference, from `Recorder.group()`.
             num_bytes: the size of the input on this rank, in bytes.
             depth: the number of frames to skip in the search for user code; 1 means to start at the
                 caller.
-            is_started: whether the backend starts the operation immediately.
+            is_started: True if the backend starts the operation immediately.
         """
 
     def prepare(
@@ -104,7 +104,7 @@ class OperationWriter(Protocol):
         timeout_s: float,
         /,
     ) -> Any:
-        """Preprocess arguments of `begin` that many calls share.
+        """Preprocess arguments of `begin` that many calls have in common.
 
         Returns:
             The argument to pass to `begin_prepared`; None if the call cannot be recorded.
@@ -352,7 +352,7 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot, unless the slot must not be overwritten."""
+        """Store an operation in a slot if possible; move a pending one out of it first."""
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -370,7 +370,7 @@ class Operations:
         return True
 
     def _keep(self, slot: int) -> bool:
-        """Copy the contents of a slot to a separate place; return whether that succeeded."""
+        """Copy a slot's operation to a place for kept operations; return whether that succeeded."""
         if self._is_moving:
             return False
         self._is_moving = True

@@ -34,7 +34,7 @@ class Signatures:
         inputs: Splits,
         outputs: Splits,
     ) -> int:
-        """Return the position of a signature, storing the signature if necessary."""
+        """Return a signature's position in `recent`, storing it if it is new; 0 on failure."""
         intern = self._texts.intern
         flags, num_tensors, tail = encode_signature(shapes, inputs, outputs)
         refs = intern(str(operation)), intern(str(dtype)), intern(str(reduce_op))
@@ -50,7 +50,7 @@ class Signatures:
 
 
 def encode_signature(shapes: Shapes, inputs: Splits, outputs: Splits) -> tuple[int, int, bytes]:
-    """Encode a signature; return (flags, number of tensors, tail bytes)."""
+    """Encode shapes and splits; return (flags, number of tensors, tail bytes)."""
     counts = len(inputs).to_bytes(4, "little") + len(outputs).to_bytes(4, "little")
     fits = (
         len(shapes) <= MAX_TENSORS

@@ -1,6 +1,6 @@
-"""Preserve operations that are still in progress when their slots are about to be reused.
+"""Preserve pending operations whose slots are about to be reused.
 
-A hung operation in one group must remain recorded while other groups continue. Therefore the
+A hung operation in one group must remain recorded while other groups continue. Therefore, the
 operation is moved, with its signature, to a separate place until it ends.
 """
 
@@ -37,7 +37,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class Kept:
-    """The part of a ring that holds kept operations. The caller must hold the writer's lock."""
+    """The section of a ring with the kept operations. The caller must hold the writer's lock."""
 
     def __init__(self, memory: Any, live: Any, layout: Layout) -> None:
         self._memory = memory
@@ -48,7 +48,7 @@ class Kept:
         self._stamps = [0] * NUM_KEPT  # of the operation in each place; 0: it is free
 
     def keep(self, slot: int) -> bool:
-        """Copy the operation in `slot` to a free place, or return False if no place is free."""
+        """Copy the operation in `slot` to a free place; return False if no place is free."""
         if 0 not in self._stamps:
             return False
         at = self._slots_offset + slot * _SLOT_BYTES
@@ -71,7 +71,7 @@ class Kept:
             self._memory[at : at + len(cell)] = cell
 
     def ended(self, stamp: int) -> None:
-        """Free the slot of a kept operation. An unknown stamp is ignored."""
+        """Free the place of a kept operation that has ended. An unknown stamp is ignored."""
         if stamp in self._stamps:
             _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
             self._stamps[self._stamps.index(stamp)] = 0
@@ -81,7 +81,7 @@ class Kept:
         return self._offset + self._stamps.index(stamp) * KEPT_OPERATION.itemsize
 
     def _signature(self, ref: int) -> bytes:
-        """Return a signature from `recent`, or b"" if it was overwritten."""
+        """Return a signature's bytes from `recent`, or b"" if they have been overwritten."""
         at = self._recent_offset + ref % _RECENT_UNITS * RECENT_UNIT
         position, length, _, _ = _RECENT_STRUCT.unpack_from(self._memory, at)
         if position != ref or length > MAX_SIGNATURE_BYTES:

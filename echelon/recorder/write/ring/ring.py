@@ -3,8 +3,8 @@
 Data stored before a SIGKILL, an OOM kill or a segfault is preserved. The agent can read the file
 while the rank hangs inside C code.
 
-This module writes the file, its identity and its last words. Other modules or the C core write
-operations, spans and texts. `recorder.py` decides what is recorded.
+This module creates the file and writes its header, identity and last words. Other modules or the C
+core write operations, spans and texts. `recorder.py` decides what is recorded.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class Ring:
         self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, asdict(words))
 
     def write_span(self, number: int, fields: bytes) -> None:
-        """Store an ended span in the ring of spans, under the given number."""
+        """Store an ended span in the slot for its number."""
         at = self._spans_offset + (number % self.num_spans) * SPAN_SLOT.itemsize
         self._write_span_slot(at, number + 1, fields)
 
     def write_open_span(self, index: int, number: int, fields: bytes) -> None:
-        """Store an open span in place number `index`; an end stamp marks the span as ended."""
+        """Store an open span in slot `index`; an end stamp marks the span as ended."""
         self._write_span_slot(OPEN_SPANS_OFFSET + index * SPAN_SLOT.itemsize, number + 1, fields)
 
     def when_closed(self, release: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class Ring:
         self._when_closed.append(release)
 
     def close(self) -> None:
-        """Unmap the file. May be called more than once."""
+        """Unmap the file, but keep it. May be called more than once."""
         if self.map.closed:
             return
         for undo in self._when_closed:
@@ -145,7 +145,7 @@ class Ring:
 
 
 def _fitted(value: dict[str, Any], room: int) -> bytes:
-    """Encode a blob, shortening its longest parts until it fits."""
+    """Encode a blob as JSON, shortening its longest fields until it fits into `room` bytes."""
     texts = {name: _encoded(part) for name, part in value.items()}
     while sum(len(name) + len(text) + 4 for name, text in texts.items()) + 2 > room:
         longest = max(texts, key=lambda name: len(texts[name]))
@@ -165,7 +165,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _create(path: Path, num_bytes: int) -> mmap.mmap:
-    """Create the file with reserved disk blocks."""
+    """Create and map a new file, with its disk blocks reserved."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     fd = os.open(path, flags, 0o600)

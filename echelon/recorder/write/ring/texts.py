@@ -1,7 +1,7 @@
 """Store the texts of a ring: permanent names, and recent texts that are overwritten later.
 
 See schema.py, [Note: two kinds of texts]. Storing a new text takes a lock. A signal handler or
-finalizer that interrupts the thread holding the lock does not wait; it receives the reference of
+finalizer that interrupts the thread holding the lock does not wait; it gets a reference to
 `TABLE_FULL`.
 """
 
@@ -57,8 +57,8 @@ class Texts:
         """Return a reference to a name, storing the name if it is new.
 
         Args:
-            room: the maximum size of the table in bytes: `NAMES_BYTES`, `SITES_BYTES`, or
-                `STRINGS_BYTES` for groups.
+            room: the table's maximum size in bytes for this kind of text: `NAMES_BYTES`,
+                `SITES_BYTES`, or `STRINGS_BYTES` for groups.
         """
         known = self.names.get(text)
         if known is not None:
@@ -74,12 +74,12 @@ class Texts:
                 self._is_writing = False
 
     def intern_group(self, text: str) -> int:
-        """Return a reference to a group. Every group has its own reference."""
+        """Return a reference to a group, stored in `recent` if the table is full."""
         ref = self.intern(text, STRINGS_BYTES)
         return self.recent(text) if ref == self._table_full else ref
 
     def recent(self, text: str) -> int:
-        """Return a reference to a text that may differ at each call."""
+        """Return a reference to a text in `recent`, storing the text if it is not cached."""
         if not text:
             return 0
         known = self.recents.get(text)
@@ -103,7 +103,7 @@ class Texts:
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
-        """Append an entry to `recent`; return its position, or 0 on failure."""
+        """Append an entry to `recent`; return its position, or 0 if this interrupts a write."""
         with self._lock:
             if self._is_writing:
                 return 0
@@ -114,7 +114,7 @@ class Texts:
                 self._is_writing = False
 
     def when_a_part_is_full(self, forget: Callable[[], None]) -> None:
-        """Register a function to call when a part of the ring is full."""
+        """Register a function that drops cached references, called at each quarter of `recent`."""
         self._when_a_part_is_full.append(forget)
 
     def _add_name(self, text: str, data: bytes, room: int) -> int:
@@ -154,7 +154,7 @@ class Texts:
 
 
 def text_of(value: object) -> str:
-    """Return a value converted to text."""
+    """Return `str(value)`, or a placeholder if the conversion raises an exception."""
     try:
         return str(value)
     except Exception:  # noqa: BLE001 -- a broken __str__ must not hide what it stands for

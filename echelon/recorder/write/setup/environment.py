@@ -1,4 +1,4 @@
-"""Read the recorder's settings; no other module of this package reads the environment.
+"""Read the recorder's settings from the environment.
 
 | variable | meaning | set by |
 |---|---|---|
@@ -8,8 +8,7 @@
 | ECHELON_RECORD_OWNER | the process that records; its children do not record | recorder |
 | ECHELON_RING_DIR | a node-local folder for the rings | user |
 | ECHELON_STALL_TIMEOUT | the stall limit in seconds if there is no agent (default 60) | user |
-| ECHELON_RECORDER_SIZE | the number of operations kept (default 4096); 0: no recording | user,
-launcher |
+| ECHELON_RECORDER_SIZE | the number of operations kept (default 4096); 0: off | user, launcher |
 | ECHELON_RECORDER_SPANS | the number of ended spans kept (default 1024) | user |
 | ECHELON_STACK_SIGNAL | the signal that makes a rank write its stacks; 0: none | user |
 | ECHELON_FAULTHANDLER | 0: do not handle fatal signals (default 1) | user |
@@ -33,7 +32,7 @@ DEFAULT_STALL_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The recorder's settings in this process."""
+    """The recorder's settings for this process."""
 
     rank_dir: Path | None = None  # set by the launcher: an agent watches
     record_dir: Path | None = None
@@ -55,17 +54,17 @@ class Settings:
 
     @property
     def has_agent(self) -> bool:
-        """Whether a launcher's agent watches this process."""
+        """True if a launcher's agent watches this process."""
         return self.rank_dir is not None
 
     @property
     def has_rank_0s_clock(self) -> bool:
-        """Whether rank 0 is known to run on this host and therefore to share its clock."""
+        """True if rank 0 is known to run on this host and therefore to share its clock."""
         return self.rank == 0 or self.local_world_size == self.world_size
 
     @property
     def records(self) -> bool:
-        """Whether recording is enabled."""
+        """True if recording is enabled."""
         return self.num_operations > 0 and bool(self.rank_dir or self.record_dir)
 
     @classmethod
@@ -91,15 +90,15 @@ class Settings:
         )
 
     def allowed(self) -> dict[str, Any]:
-        """Return the settings that may be written to the ring."""
+        """Return the settings that are written to the ring."""
         return {"recorder_size": self.num_operations, "recorder_spans": self.num_spans}
 
 
 def claim_ownership(process: str) -> bool:
-    """Return whether this process may record into ECHELON_RECORD_DIR.
+    """Claim ECHELON_RECORD_DIR for `process`; return whether it may record.
 
-    Only the first process that calls this function may record; the processes that it starts may
-    not.
+    Only the first process that calls this function may record. The processes that it starts inherit
+    ECHELON_RECORD_OWNER and may not.
     """
     return os.environ.setdefault("ECHELON_RECORD_OWNER", process) == process
 
@@ -122,7 +121,7 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _default_signal() -> int:
-    """Return SIGRTMIN+6, because programs often use SIGUSR1 and SIGUSR2 themselves."""
+    """Return SIGRTMIN+6, since programs often use SIGUSR1 and SIGUSR2; 0 if it does not exist."""
     first = getattr(signal, "SIGRTMIN", None)
     return 0 if first is None else int(first) + 6
 

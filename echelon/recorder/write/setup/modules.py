@@ -1,10 +1,10 @@
 """List the installed modules that this process has imported, for the launcher's standbys.
 
-The list also contains the environment variables that the program has set. The list is written when
-the recorder starts, after two steps and after ten seconds, because libraries import many modules
-when the process group is created and in the first steps. Standbys are started after two steps, so
-the list is written before the end of the second step is recorded. Only installed modules and
-echelon's own are listed. The launcher reads the list when it starts a standby (`echelon run
+The list also contains the environment variables that the program has changed. The list is written
+when the recorder starts, after two steps and after ten seconds, because libraries import many
+modules when the process group is created and in the first steps. Standbys are started after two
+steps, so the list is written before the end of the second step is recorded. Only installed modules
+and echelon's own are listed. The launcher reads the list when it starts a standby (`echelon run
 --standby`).
 """
 
@@ -40,7 +40,7 @@ def list_modules(path: Path, recorder: Recorder) -> None:
 
 
 def installed_modules() -> list[str]:
-    """Return the full names of the loaded modules that are installed, in loading order."""
+    """Return the names of loaded modules that are installed or echelon's, in import order."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages()]
     roots = tuple({path.rstrip(os.sep) + os.sep for path in paths if path})
@@ -54,7 +54,7 @@ def installed_modules() -> list[str]:
 
 
 def changed_variables() -> list[str]:
-    """Return the names of the environment variables that changed since this process started."""
+    """Return the environment variables set, changed or deleted since this process started."""
     try:
         text = Path("/proc/self/environ").read_text(errors="surrogateescape")
     except OSError:

@@ -1,9 +1,9 @@
-"""Choose the location of a ring, which is always on a local file system.
+"""Choose the location of a ring, by default on a local file system.
 
 A ring on a network file system would be unavailable if the network failed. If the rank's folder is
-local, it contains the ring. Otherwise, the ring is in the node's temporary folder, and the rank's
-folder contains a link `ring`. ECHELON_RING_DIR selects another folder. After the process has ended,
-`bring_home` replaces the link with the file.
+on a local file system without copy-on-write, it contains the ring. Otherwise, the ring is in the
+node's temporary folder, and the rank's folder contains a link `ring`. ECHELON_RING_DIR selects
+another folder. After the process has ended, `bring_home` replaces the link with the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location of a rank's ring, and why it was chosen."""
+    """The location of a rank's ring, and the reason for it."""
 
     ring: Path
     rank_dir: Path
@@ -40,14 +40,14 @@ class Place:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the rank's folder contains only a link to the ring."""
+        """True if the rank's folder contains only a link to the ring."""
         return self.ring.parent != self.rank_dir
 
     def make(self) -> Path:
-        """Create the folder and the link for the ring's file; return the path of the file.
+        """Create the ring's folder and the link to it, if needed; return the path of its file.
 
         Raises:
-            FileExistsError: the rank's folder already contains a ring of a live process.
+            FileExistsError: the rank's folder already contains a ring.
             OSError: the folder or the link cannot be created.
         """
         if self.is_elsewhere:
@@ -99,7 +99,7 @@ def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
 
 
 def bring_home(rank_dir: Path) -> bool:
-    """Replace a link to a ring with the ring itself; return whether there was a link.
+    """Replace a link to a ring with the ring itself; return False if there was no link.
 
     Call this function after the process has ended. Attached readers keep their mappings.
 
@@ -151,7 +151,7 @@ def set_aside(rank_dir: Path) -> None:
 
 
 def is_remote(kind: str) -> bool:
-    """Return whether a type of file system is accessed over a network."""
+    """Return whether a file system type is accessed over a network."""
     return kind in _REMOTE or (kind.split(".")[0] == "fuse" and kind not in _LOCAL_FUSE)
 
 
@@ -182,7 +182,7 @@ def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
 
 
 def _temporary_folder() -> Path:
-    """Return a trusted folder for echelon in the node's temporary folder."""
+    """Return echelon's subfolder of the node's temporary folder, owned by this user."""
     folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

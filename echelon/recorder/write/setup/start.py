@@ -1,7 +1,7 @@
 """Start the recorder of a process: create the ring and install the hooks.
 
 Only a process that records imports this module. In a forked child, the inherited hooks do nothing
-(see current.py, [Note: who may record]). If the start fails, no ring is left behind.
+(see current.py, [Note: who may record]). If the start fails, the ring is removed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def start(settings: Settings) -> tuple[Recorder, Callable[[], None]] | None:
         The recorder, and a function that stops recording in a forked child.
 
     Raises:
-        Exception: the start failed; nothing is left behind.
+        Exception: the start failed; the ring has been removed.
     """
     if settings.handles_faults:  # first, because the C core's handlers must be on top
         with contextlib.suppress(ValueError, OSError, RuntimeError):  # no standard error
@@ -90,7 +90,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
 
 
 def _was_left_by_another(path: Path) -> bool:
-    """Return whether a ring was left behind by a process that has ended."""
+    """Return whether a ring belongs to an ended process of this boot and PID namespace."""
     try:
         owner = read_ring(path).identity
     except DumpFormatError:
@@ -162,7 +162,7 @@ def _open_ring(settings: Settings, place: Place) -> Ring:
 
 
 def _remove(ring: Ring, place: Place) -> None:
-    """Remove a ring that is not used by any process."""
+    """Close a ring and delete its file."""
     with contextlib.suppress(OSError):
         ring.path.unlink()
     place.give_up()
@@ -239,7 +239,7 @@ def _why_not(number: int) -> str:
 
 
 def _chain_hooks(recorder: Recorder) -> None:
-    """Install hooks that record uncaught exceptions; existing hooks still run.
+    """Install hooks that record uncaught exceptions and then call the existing hooks.
 
     If several threads fail, only the first exception is kept.
     """
