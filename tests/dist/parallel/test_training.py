@@ -127,7 +127,7 @@ def test_what_does_not_work_is_refused_in_one_line():
             "drop drops features at random, and the ranks of axis tp would drop different",
             "the mesh has 2 ranks on axis tp, but the plan does not divide any module: set plan",
             "sequence=True needs at least two ranks on axis tp, along which sequences are split",
-            "the mesh has 2 ranks on axis pp, but the plan does not define how to split Transformer",
+            "the mesh has 2 ranks on axis pp, but the plan does not define how to split",
             "the axes of a mesh for parallelize must be among pp, replicate, shard, tp, in this",
             "num_microbatches must be an integer >= 1, got 0",
             "plan.tensor['up'] must be one of region, column, row, vocabulary, embedding, head",
