@@ -30,7 +30,7 @@ class Inheritance:
         former: the former host's name.
         hellos: the greetings of the connected nodes.
         events: what these nodes have reported since they connected, as (node, event) pairs.
-        fenced_until_s: the time at which all ranks of nodes that have not connected are certain to
+        fenced_until_s: the time by which all ranks of nodes that have not connected are certain to
             be dead, on the clock of `lease.now_s`.
     """
 
