@@ -1,4 +1,4 @@
-"""Parse `--rdzv-conf`, which configures the rendezvous and when a node counts as lost.
+"""Parse `--rdzv-conf`, which configures the rendezvous and the detection of lost nodes.
 
 All of torchrun's keys are accepted. Each key that has no effect in echelon adds a note. Any other
 key is an error.

@@ -46,7 +46,7 @@ class LifeSign:
 
 
 async def is_gone(address: str, port: int) -> bool:
-    """Return whether a machine refuses connections to a launcher's port: the launcher has exited.
+    """Return whether a launcher has exited, judging by whether its machine refuses connections.
 
     Takes at most 1 s. Returns False if the machine does not answer, or if `port` is 0, which means
     that the launcher could not open a `LifeSign`.

@@ -692,7 +692,7 @@ class Coordinator:
         return [node for node in self._roster.nodes if node.name not in taken]
 
     def _start_joining(self, world: World, node: str, epoch: int, lives: Sequence[int]) -> None:
-        """Start replacement processes on a node for ranks that were lost with another node."""
+        """Start all ranks of a node as processes that join the running world."""
         start = self._starts(world)[node]
         self._send(node, dataclasses.replace(start, join_after=epoch, lives=list(lives)))
 

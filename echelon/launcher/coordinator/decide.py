@@ -75,21 +75,21 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class JoinerStarted:
-    """An event: a process that replaces a lost worker was started, or its admission withdrawn."""
+    """An event: a replacement for a lost worker was started, or its admission was withdrawn."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerAdmitted:
-    """An event: a process that replaces a lost worker was admitted, and now counts as a worker."""
+    """An event: a replacement for a lost worker was admitted, and now counts as a worker."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerEnded:
-    """An event: a process that replaces a lost worker ended before it was admitted."""
+    """An event: a replacement for a lost worker ended before it was admitted."""
 
     rank: int
 

@@ -25,7 +25,7 @@ class Candidacy:
             of the same term only after a delay.
 
     Attributes:
-        found: the endpoint and name of the host that was found; None until one is found.
+        found: the endpoint and name of the new host; None until one is found.
         is_elected: whether a majority of the electors have voted for this node.
         was_early: whether any elector voted for this node before the elector's promise to the
             former host had expired.

@@ -1,7 +1,7 @@
 """Prepare an elected host to take over the job.
 
 The host makes no decisions until a majority of the electors hold its mandate. Reports from nodes
-are queued until there is a coordinator. The coordinator takes over once all nodes of the last world
+are queued until the coordinator starts. The coordinator takes over once all nodes of the last world
 have connected or timed out. If the host does not obtain a lease in time, it becomes an ordinary
 node again.
 """

@@ -166,7 +166,7 @@ class StoreProcess:
         return stat.rpartition(b")")[2].split()[0] == b"T"  # but not if it is traced
 
     def renew(self) -> None:
-        """Delete all keys and members. If the server does not respond, replace it on another port.
+        """Delete all keys and members. An unresponsive server is replaced by one on another port.
 
         Waits up to 5 s for the server to confirm, and then up to 2 min for a new server to start.
 

@@ -6,7 +6,8 @@ A hung rank is killed only if all of these conditions hold:
 - The verdict is `certain`, and its cause is a hung process.
 - If the cause is `host_hang` or `gil_hang`, the process used no CPU time while it was examined, so
   it cannot be computing.
-- The same hang has not recurred in the attempt more often than the policy table allows.
+- The number of earlier kills for the same hang in this attempt is below the limit of the policy
+  table.
 
 Any other stall is handled as under `--on-stall restart`.
 
@@ -68,7 +69,7 @@ class HungRanks:
         return bool(self._dying)
 
     def end(self, world: World, failure: Failure, incident: Incident, now_s: float) -> str:
-        """Order the culprits of a stall to be killed; return "", or why that is not allowed."""
+        """Send commands to kill a stall's culprits; return "", or the reason for not doing so."""
         ranks = failure.culprit_ranks
         why_not = self._why_not(failure) or self._losses.why_not_without(world, ranks)
         if why_not:

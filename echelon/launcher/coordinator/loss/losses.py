@@ -116,7 +116,7 @@ class Losses:
         self._lost_ns |= dict.fromkeys(ranks, monotonic_ns())
 
     def note_hang(self, world: World, rank: int, cause: str) -> None:
-        """Record that a rank was killed for a hang with this cause, before its loss is handled."""
+        """Record the hang for which a rank was killed. Call this before the loss is handled."""
         self._follow(world)
         self._causes[rank] = cause
 

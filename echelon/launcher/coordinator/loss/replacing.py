@@ -73,8 +73,8 @@ class Replacements:
         say: prints a line for the user.
         report: the job's report, to which each rank that is not replaced is added.
         free: returns the connected nodes that run no ranks.
-        start_joining: starts all ranks of a node as replacements. The arguments are the world, the
-            node's name, the newest epoch, and how many processes held each rank before.
+        start_joining: starts all ranks of a node as joining processes. The arguments are the world,
+            the node's name, the newest epoch, and how many processes held each rank before.
         joins_s: how long an admitted process may keep other ranks waiting for it to join.
     """
 

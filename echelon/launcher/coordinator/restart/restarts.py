@@ -59,7 +59,7 @@ class Restarts:
 
     @property
     def asks_for_verdict(self) -> bool:
-        """True if the next decision depends on the verdict: policy `smart`, with restarts left."""
+        """True if the policy is `smart` and restarts remain, so the decision needs the verdict."""
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
