@@ -71,8 +71,8 @@ class GrpcLink:
         is_last: whether this is the last link that this process will open.
 
     Attributes:
-        is_connected: whether the coordinator has been reached.
-        lost_because: why the link has ended; "" while it has not.
+        is_connected: True once the coordinator has been reached.
+        lost_because: why the link has ended; "" until then.
         last_error: the error of the latest attempt to connect.
     """
 
@@ -127,7 +127,7 @@ class GrpcLink:
         return self._incoming.take()
 
     def close(self) -> None:
-        """Close the link. Waits up to 3 s for pending messages to be sent."""
+        """Close the link, after waiting up to 3 s for pending messages to be sent."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._begin_closing)
         self._thread.join(_CLOSE_S)
@@ -203,7 +203,7 @@ class GrpcLink:
                 self._deadline_s = self._heard_s + self._lost_after_s
 
     def _may_dial_again(self, error: BaseException) -> bool:
-        """Return whether to try again after a connection attempt or a greeting has failed."""
+        """Return whether to retry after a failed connection attempt or greeting."""
         code = getattr(error, "code", None)
         if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
             return False
@@ -346,14 +346,14 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
 
 async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchError | OSError:
-    """Return the error of a stream that has ended: a LaunchError if the host refused this node."""
+    """Return why a stream ended: a LaunchError if the host refused this node, else an OSError."""
     if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
         return LaunchError(await call.details())
     return OSError("the connection was closed")
 
 
 async def _why_not(endpoint: str) -> str:
-    """Try to connect to an endpoint; return "" on success, or why the connection failed."""
+    """Try to connect to an endpoint; return the reason for a failure, or "" on success."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))

@@ -1,7 +1,7 @@
-"""Parse `--rdzv-conf`, which configures how nodes meet and when a node counts as lost.
+"""Parse `--rdzv-conf`, which configures the rendezvous and the detection of lost nodes.
 
-All of torchrun's keys are accepted; those that have no effect in echelon are listed in a note. Any
-other key is an error.
+All of torchrun's keys are accepted. Each key that has no effect in echelon adds a note. Any other
+key is an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Conf:
 
 
 def read_conf(settings: Mapping[str, str]) -> Conf:
-    """Convert the keys and values of `--rdzv-conf` to settings.
+    """Convert the key-value pairs of `--rdzv-conf` to a `Conf`.
 
     Raises:
         ValueError: a key is unknown, or a value is out of range.

@@ -1,7 +1,7 @@
-"""Determine where the nodes of a job meet, and which node hosts the job.
+"""Determine the endpoint at which a job's nodes rendezvous, and which node hosts the job.
 
 The endpoint is the address that other nodes connect to. The host cannot always bind this address:
-on Debian, for example, a machine's own name resolves to 127.0.1.1.
+on Debian, for example, a machine's own name resolves to the loopback address 127.0.1.1.
 
 If a node sets `is_host`, it is the host. By default, the host is the node with node rank 0 or, if
 no node ranks are given, the node that owns the endpoint's address.
@@ -28,7 +28,7 @@ _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """The endpoint at which a job's nodes meet."""
+    """A job's endpoint, the address that its host binds, and the job's secret."""
 
     host: str  # as others dial it
     port: int

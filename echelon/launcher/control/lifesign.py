@@ -1,4 +1,4 @@
-"""Let other machines detect whether a launcher is alive, through a listening socket.
+"""Let other machines detect, through a listening socket, whether a launcher is alive.
 
 The kernel accepts connections even while the process is stopped or starved of CPU time. Once the
 process has exited, the kernel refuses them. A killed node is therefore detected quickly, while a
@@ -46,10 +46,10 @@ class LifeSign:
 
 
 async def is_gone(address: str, port: int) -> bool:
-    """Return whether a launcher has exited, because its machine refuses connections to the port.
+    """Return whether a launcher has exited, judging by whether its machine refuses connections.
 
     Takes at most 1 s. Returns False if the machine does not answer, or if `port` is 0, which means
-    that the launcher has no life sign.
+    that the launcher could not open a `LifeSign`.
     """
     if port == 0:
         return False
@@ -79,7 +79,7 @@ def _own_addresses(endpoint: str) -> set[str]:
 
 
 def _listen(addresses: set[str]) -> socket.socket:
-    """Listen on the given address, or on all local addresses unless exactly one is given.
+    """Listen on the given address if there is exactly one, otherwise on all local addresses.
 
     Raises:
         OSError: the address cannot be bound.

@@ -1,7 +1,7 @@
 """Provide a clock that stops while this process is not running, to measure other nodes' silence.
 
 While a launcher is stopped or starved of CPU time, it receives nothing, so all other nodes appear
-to be silent. This clock leaves out such gaps. Leases and permits use real time instead (see
+to be silent. This clock skips such gaps. Leases and permits use real time instead (see
 `election.lease`).
 """
 

@@ -23,7 +23,7 @@ DUMP_PART_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """An event: a node asks to take part in the job."""
+    """An event: a node asks to join the job."""
 
     node: str  # unique for this agent
     host: str
@@ -81,7 +81,7 @@ class Renew:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """An event: a node that was admitted before has reconnected.
+    """An event: a previously admitted node has reconnected.
 
     `received` is the number of the last message that the node received.
     """
@@ -108,7 +108,7 @@ class WorkerEnded:
 class Sights:
     """An event: a node reports on its live ranks.
 
-    `folded` aggregates all ranks that have a ring; it is [] if there are none. Its elements are:
+    `folded` aggregates all ranks that have a ring; it is [] if no rank has one. Its elements are:
 
     - the node's first rank
     - whether any of these ranks is initialised
@@ -147,7 +147,7 @@ class Sights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laps:
-    """An event: a node reports the progress of its ranks and how they have spent their time.
+    """An event: a node reports the progress of its ranks and how they spent their time.
 
     A lap is one or more consecutive steps of one rank. `laps` contains one list for each lap since
     the last report, with these elements:
@@ -155,7 +155,7 @@ class Laps:
     - the rank
     - the first step
     - one past the last step
-    - how long ago the lap started and how long ago it ended, in us (two elements)
+    - how long ago the lap started and ended, in us (two elements)
     - the time spent on waiting, on checkpoints and on data, in us (three elements)
 
     `ranks` contains one list per rank:
@@ -184,11 +184,11 @@ class Standings:
     - the numeric code of the rank's state
     - the rank's epoch
     - the first step of that epoch
-    - how many steps are repeated
+    - how many steps the rank repeats
     - how long ago the rank became ready, in ms
     - when the rank became ready, in ns on its node's monotonic clock; comparable only with the
       timestamps in the rank's own black box
-    - the epoch with joining ranks that the rank is entering; 0 if none
+    - the epoch that the rank is entering together with joining ranks; 0 if none
     """
 
     attempt: int
@@ -269,7 +269,7 @@ class Statuses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckIn:
-    """An event: a node joins the checks before a job, and listens on `port`."""
+    """An event: a node joins the pre-job checks, and listens on `port`."""
 
     host: str
     port: int
@@ -386,7 +386,7 @@ class Stop:
     """A command: signal the running workers, and kill those still running after the grace period.
 
     Only the first `Stop` of an attempt signals the workers. If `urgent`, the node does not wait
-    until an incident has been collected. The ranks in `hung` are killed after one second.
+    for an incident to be collected first. The ranks in `hung` are killed after one second.
     """
 
     number: int
@@ -480,7 +480,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryWays:
-    """A command: try to connect to several places, each given as [host, address, port]."""
+    """A command: try to connect to each of `places`, given as [host, address, port]."""
 
     places: list[list[str]]
 

@@ -1,7 +1,6 @@
 """Import gRPC with its messages to stderr disabled.
 
-The launcher reports connection problems itself. A value of GRPC_VERBOSITY that the user has set is
-respected.
+The launcher reports connection problems itself. A GRPC_VERBOSITY set by the user is respected.
 """
 
 from __future__ import annotations

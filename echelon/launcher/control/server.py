@@ -139,7 +139,7 @@ class ControlServer:
             member.wake.set()
 
     def close(self) -> None:
-        """End all sessions. Waits up to 10 s for pending messages to be delivered."""
+        """End all sessions, after waiting up to 10 s for pending messages to be delivered."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_CLOSE_S)
@@ -205,7 +205,7 @@ class ControlServer:
                     member.wake.set()
 
     async def _room(self) -> None:
-        """Wait until the coordinator has caught up with its messages.
+        """Wait until the coordinator has caught up with the received messages.
 
         A single task does the polling for all waiting nodes.
         """

@@ -22,7 +22,7 @@ _GOODBYE = (1 << 64) - 1  # a stream that ends without it has broken
 
 
 class Session:
-    """One end of a session."""
+    """The state of one end of a session."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, bytes]] = deque()  # not acknowledged yet

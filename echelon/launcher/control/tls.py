@@ -1,4 +1,4 @@
-"""Provide TLS for the control plane, with the user's own certificates.
+"""Secure the control plane with TLS, using the user's certificates.
 
 TLS encrypts the messages and lets a node authenticate the host. The host needs a certificate. If
 the host also has a CA certificate, every node must present a certificate too.

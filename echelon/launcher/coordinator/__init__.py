@@ -1,1 +1,1 @@
-"""Run the coordinator, which decides for all nodes of a job and runs on the hosting node."""
+"""Coordinate all nodes of a job from the hosting node."""

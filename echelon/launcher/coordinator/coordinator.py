@@ -1,10 +1,10 @@
 """Coordinate a job: gather the nodes, start worlds, collect incidents, and end the job.
 
-The coordinator runs on the node that owns the endpoint, in the agent's event loop. It communicates
-with all nodes, including its own, only through messages. Pure classes make the decisions, and the
-coordinator carries them out: `Roster` decides which nodes take part, `decide.Attempt` turns a
-world's events into actions, `StallRule` detects stalls, and `Restarting` decides how long a restart
-waits for the verdict.
+The coordinator runs on the hosting node, in the agent's event loop. It communicates with all nodes,
+including its own, only through messages. Pure classes make the decisions, and the coordinator
+carries them out: `Roster` decides which nodes take part, `decide.Attempt` turns a world's events
+into actions, `StallRule` detects stalls, and `Restarting` decides how long a restart waits for the
+verdict.
 
 The user's stop signal is forwarded to the ranks at once, even while an incident is being collected.
 Only the end of an attempt waits for the incident. Failures are ordered by when they reach the
@@ -159,7 +159,7 @@ class Coordinator:
             self._inherit(succession, succession.inherited)
 
     def deadline_s(self) -> float:
-        """Return the time by which `step` must be called."""
+        """Return the `time.monotonic` time by which `step` must be called."""
         due = min(self._verdicts.deadline_s(), self._own_deadline_s())
         if self._succession is not None:
             due = min(due, self._succession.deadline_s())
@@ -335,7 +335,7 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, ended: Mapping[int, int], error: str = "") -> None:
-        """Handle the end of one or more ranks that ended at the same time.
+        """Handle one or more ranks that ended at the same time.
 
         Args:
             ended: the exit code of each rank that ended, or LOST.
@@ -474,7 +474,7 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send heartbeats; if this node may no longer host the job, stop it and return True."""
+        """Send heartbeats; stop this node and return True if it may no longer host the job."""
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -490,7 +490,7 @@ class Coordinator:
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Resume a job whose former host was lost, from that host's mandate."""
+        """Resume a job from the mandate of its lost host."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)
@@ -525,7 +525,7 @@ class Coordinator:
             self._say(f"waiting for {now_s - self._waits_since_s:.0f} s: {why}")
 
     def _why_waiting(self) -> str:
-        """Return what the job is currently waiting for; "" while ranks are running."""
+        """Return what the job is currently waiting for; "" if it is not waiting."""
         if self._ending is not None:
             return "the analysis of an incident"
         if self._world is not None:
@@ -573,7 +573,7 @@ class Coordinator:
             self._decide(world, event)
 
     def _has_room(self, world: World) -> bool:
-        """Return whether a node that connects late may add ranks to a running world."""
+        """Return whether a late node may add ranks to a running world."""
         is_on = self._options.on_loss == REPLACE and not self._options.conf.failover
         return is_on and len(world.nodes) < self._options.max_nodes
 
@@ -692,7 +692,7 @@ class Coordinator:
         return [node for node in self._roster.nodes if node.name not in taken]
 
     def _start_joining(self, world: World, node: str, epoch: int, lives: Sequence[int]) -> None:
-        """Start replacement processes on a node for ranks that were lost with another node."""
+        """Start all ranks of a node as processes that join the running world."""
         start = self._starts(world)[node]
         self._send(node, dataclasses.replace(start, join_after=epoch, lives=list(lives)))
 

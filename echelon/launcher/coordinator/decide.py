@@ -5,10 +5,10 @@
        +--a lasting stall (with `stop`), a signal, a node leaving----+          30 s: give up
        +--all succeeded--> over                     all ended in any phase: over <---------+
 
-The first failure starts a short pause (SETTLING) in which the other ranks can report how they
-ended. A second failure does not extend the pause. The pause ends early once all workers have ended,
-unless the first worker was killed by a stop signal from outside the job: a scheduler may then be
-stopping every process on the node.
+The first failure starts a short pause (SETTLING) in which the exit codes of other failed ranks can
+arrive. A second failure does not extend the pause. The pause ends early once all workers have
+ended, unless a stop signal from outside the job killed the first worker that failed: a scheduler
+may then be stopping every process on the node.
 
 If a worker is lost and the others continue, the phase does not change, and an incident is collected
 after a pause of the same length. A process that replaces a lost worker (a joiner) does not count as
@@ -66,7 +66,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """An event: a worker was killed, and the other workers continue."""
+    """An event: a worker was lost, and the other workers continue without it."""
 
     rank: int
     how: str  # in words
@@ -75,21 +75,21 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class JoinerStarted:
-    """An event: a process that replaces a lost worker was started, or its admission withdrawn."""
+    """An event: a replacement for a lost worker was started, or its admission was withdrawn."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerAdmitted:
-    """An event: a process that replaces a lost worker was admitted, and now counts as a worker."""
+    """An event: a replacement for a lost worker was admitted, and now counts as a worker."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerEnded:
-    """An event: a process that replaces a lost worker ended before it was admitted."""
+    """An event: a replacement for a lost worker ended before it was admitted."""
 
     rank: int
 
@@ -265,7 +265,7 @@ class Attempt:
         return []
 
     def _over_if_last(self) -> list[Action]:
-        """Return the actions that are due if no admitted worker is running any more."""
+        """Return the actions to take if no admitted worker is still running."""
         if not self._running:
             return [] if self._may_be_stopped else self._over()
         if self.phase is Phase.RUNNING and self._running == self._joining:

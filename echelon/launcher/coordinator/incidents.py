@@ -35,7 +35,7 @@ _MAX_STALLS = 16
 
 
 class Incidents:
-    """All incidents of a job; at most one of them is being collected.
+    """All incidents of a job. At most one incident is collected at a time.
 
     Args:
         node_name: the name of this node.
@@ -87,7 +87,7 @@ class Incidents:
         return frozenset() if self._collection is None else frozenset(self._collection.waiting)
 
     def deadline_s(self) -> float:
-        """Return the deadline for the nodes' dumps."""
+        """Return the deadline for the nodes' dumps; infinity if no incident is being collected."""
         return float("inf") if self._collection is None else self._collection.deadline_s
 
     def hurry(self) -> None:
@@ -133,12 +133,12 @@ class Incidents:
             stall.recovered = stall.is_survived = True
 
     def _last_stall(self, world: World) -> Incident | None:
-        """Return the most recent stall of an attempt, even if it is over; None if there is none."""
+        """Return the most recent stall of an attempt, even one that is over, or None."""
         stalls = (one for one in reversed(self._report.incidents) if one.kind == "stall")
         return next((one for one in stalls if one.attempt == world.number), None)
 
     def covers_stall(self) -> bool:
-        """Return whether a new stall is part of the incident that is being collected.
+        """Return whether a new stall belongs to the incident that is being collected.
 
         When nodes recover one after another, those still stalled are detected as a new stall.
         """
@@ -160,7 +160,7 @@ class Incidents:
         action: decide.CollectIncident,
         set_aside: Mapping[int, int] | None = None,
     ) -> None:
-        """Request dumps from all nodes.
+        """Begin an incident: request dumps from all nodes.
 
         Args:
             set_aside: what `Replacements.set_aside` returned for the lost ranks.
@@ -239,7 +239,7 @@ class Incidents:
             self._give_up(world, err)
 
     def is_complete(self, now_s: float) -> bool:
-        """Return whether all dumps of the current incident have arrived or its deadline passed."""
+        """Return whether the current incident has all its dumps or its deadline has passed."""
         return self._collection is not None and self._collection.is_complete(now_s)
 
     def finish(self, world: World) -> None:

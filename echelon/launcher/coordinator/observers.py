@@ -16,7 +16,7 @@ from echelon.launcher.job.report import Incident
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptBegan:
-    """The nodes were told to start their ranks. `hosts` maps each rank to its host name."""
+    """The nodes were sent commands to start their ranks. `hosts` maps each rank to its host."""
 
     attempt: int
     restart: int  # how many attempts there were before
@@ -116,7 +116,7 @@ Observer = Callable[[Happening], None]
 
 
 class Observers:
-    """All observers of one job.
+    """The observers of one job.
 
     Args:
         say: prints a line for the user; called once for each observer that fails.

@@ -1,9 +1,9 @@
 """Decide when a persistent stall ends the attempt under `--on-stall restart` or `replace`.
 
 The decision waits for the verdict. If the verdict's cause may be temporary, such as a slow rank or
-a broken link, the ranks get some time to make progress. If a restart leads to the same stall again,
-they get more time. If a checkpoint was already being written before the ranks began to wait for it,
-that time is deducted.
+a broken link, the ranks get some time to make progress. If the job stalls again without having made
+progress, they get more time. If a checkpoint was already being written before the ranks began to
+wait for it, that time is deducted.
 
 Under `replace`, hung ranks are killed if the attempt can continue without them (`HungRanks`).
 """
@@ -175,5 +175,5 @@ class Stalls:
 
     @property
     def _patience_s(self) -> float:
-        """How long this stall may last, in seconds; doubles with each stall that did not clear."""
+        """How long this stall may last, in seconds; doubles after each stall that did not clear."""
         return self._least_patience_s * float(2 ** min(self._num_in_vain, _MAX_DOUBLINGS))

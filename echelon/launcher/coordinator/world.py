@@ -111,7 +111,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of ranks, without those of late nodes that have yet to join."""
+        """The number of ranks, excluding those of late nodes that have yet to join."""
         size = sum(map(len, self.nodes.values()))
         while size and self._is_new(size - 1):
             size -= 1
@@ -130,7 +130,7 @@ class World:
 
         Args:
             earlier: the ranks without which the attempt had already continued; see `lost_earlier`.
-                Their ends explain nothing that follows, so they neither count nor are returned.
+                Their loss does not explain later failures, so they are ignored and not returned.
         """
         failed = [
             one
@@ -304,11 +304,11 @@ class World:
         self.limits.begin_again(now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return the early examination of an unusually slow operation, if one is due, or None."""
+        """Return the early examination that is due because of a slow operation, or None."""
         return self.limits.look([self._views.get(node) for node in self.present], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
-        """Explain why an incident has no dump of a rank.
+        """Return the reason why an incident has no dump of a rank.
 
         Args:
             late: the nodes whose dumps did not all arrive in time.
@@ -320,7 +320,7 @@ class World:
 
 
 def _folded(first_rank: int) -> int:
-    """Return the key of a node's combined row, a negative number that differs from all ranks."""
+    """Return the key of a node's folded row: a negative number, so that it is not a rank."""
     return -1 - first_rank
 
 

@@ -1,8 +1,8 @@
 """Check the nodes of a job before it starts: their connections, software versions and clocks.
 
 Every node runs `echelon doctor` with the options that it will pass to `echelon run`. The nodes
-connect to the endpoint, as they do in a job. Then each node opens a free port, to which every other
-node connects.
+connect to the endpoint, as they do in a job. Each node also listens on a free port, to which every
+other node connects.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T", bound=m.Event)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One line of the check results."""
+    """The result of one check, printed as one line."""
 
     name: str
     text: str
@@ -52,7 +52,7 @@ class Result:
 
 @dataclass(slots=True)
 class Member:
-    """A node that has connected for the checks."""
+    """A node that takes part in the checks."""
 
     name: str  # the name of its session, "" for the host itself
     about: m.CheckIn
@@ -103,7 +103,7 @@ def check_nodes(
 
 
 class Host:
-    """The node that owns the endpoint; it requests the checks and combines the answers."""
+    """The hosting node's side, which requests the checks and combines the answers."""
 
     def __init__(self, meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None) -> None:
         self._events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -175,7 +175,7 @@ class Host:
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
     ) -> tuple[str, T] | None:
-        """Wait for the next event of type `kind` for which `fits` is true, and drop earlier events.
+        """Wait for the next event of type `kind` that `fits` accepts, and drop earlier events.
 
         Return None if no such event arrives before the deadline.
         """
@@ -295,7 +295,7 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run the probes that the host requests. Blocks until the latest of their deadlines at most.
+    """Run the requested probes; return the answer. Blocks at most until their latest deadline.
 
     Raises:
         LaunchError: the request is malformed.

@@ -142,7 +142,7 @@ def _home(uid: int) -> str:
 
 
 def temporary_folder() -> Check:
-    """Check that there is a writable folder for temporary files."""
+    """Check that a writable folder for temporary files exists."""
     try:
         folder = tempfile.gettempdir()
         free = shutil.disk_usage(folder).free

@@ -284,7 +284,7 @@ def proc() -> Check:
 
 
 def stacks() -> Check:
-    """Check by which method the ranks' stacks can be read."""
+    """Report how the ranks' stacks can be read."""
     first = getattr(signal, "SIGRTMIN", None)
     if first is None or not hasattr(faulthandler, "register"):
         asked = "this platform has no real-time signals: verdicts will lack stacks"

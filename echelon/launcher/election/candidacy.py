@@ -1,4 +1,4 @@
-"""Find the new host after the host is lost, or stand for election.
+"""Find the new host after the loss of the former one, or stand for election.
 
 An elector first asks the others whether a majority would vote for it (a pre-vote). Only then does
 it ask for binding votes. The electors start at staggered times, in rank order, so the first
@@ -25,10 +25,10 @@ class Candidacy:
             of the same term only after a delay.
 
     Attributes:
-        found: the endpoint and name of the host that was found; None if none was found yet.
+        found: the endpoint and name of the new host; None until one is found.
         is_elected: whether a majority of the electors have voted for this node.
-        was_early: whether any elector voted for this node before its promise to the former host had
-            expired.
+        was_early: whether any elector voted for this node before the elector's promise to the
+            former host had expired.
     """
 
     def __init__(self, elector: Elector, lost_term: int, now_s: float) -> None:
@@ -63,7 +63,7 @@ class Candidacy:
         return self._next_ask_s
 
     def due(self, now_s: float) -> Canvass | None:
-        """Return the request that is due to be sent to all other electors now, or None."""
+        """Return the request to send to all other electors now, or None if none is due."""
         if self.is_elected or self.found is not None or now_s < self._next_ask_s:
             return None
         self._next_ask_s = now_s + _ASK_S

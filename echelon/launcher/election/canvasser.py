@@ -25,6 +25,6 @@ class Canvasser:
         self._questions.ask(endpoint, poll, take)
 
     def close(self) -> None:
-        """Stop the client's thread. Waits up to 3 s for it to end."""
+        """Stop the client's thread, waiting up to 3 s for it to end."""
         self._questions.close()
         self.votes.close()

@@ -41,9 +41,9 @@ class Answer:
     """An elector's answer to a node's request.
 
     Attributes:
-        term: the latest term that the elector knows.
+        term: the latest term that the elector has seen.
         granted: whether the elector votes for the node in the requested term.
-        early: whether the elector votes although its promise to the former host has not expired.
+        early: whether the elector votes before its promise to the former host has expired.
         host: the node that the elector considers to be the host; "" for none.
         endpoint: the endpoint of that host.
     """
@@ -56,7 +56,7 @@ class Answer:
 
 
 class Elector:
-    """The state by which one node decides how to vote.
+    """One node's voting state: its term, host, mandate and promises.
 
     Args:
         name: the node's own name.
@@ -81,7 +81,7 @@ class Elector:
         return (-1, -1) if self.mandate is None else self.mandate.version
 
     def free_s(self, now_s: float) -> float:
-        """Return how many seconds remain until this elector may vote for a node."""
+        """Return how many seconds remain until this elector may vote; 0 if it may vote now."""
         promised_s = float("-inf") if self._released else self._promised_until_s
         return max(0.0, promised_s - now_s, self._bound_until_s - now_s)
 
@@ -97,7 +97,7 @@ class Elector:
         return True
 
     def on_mandate(self, mandate: Mandate) -> None:
-        """Store a mandate, unless this elector knows a later mandate or a later term."""
+        """Store a mandate if it is newer than the stored one and its term is not outdated."""
         if mandate.term >= self.term and mandate.version > self.version:
             self.mandate = mandate
             if self.name in mandate.electors:

@@ -28,7 +28,7 @@ class Fences:
         self._dead: set[str] = set()
 
     def wait_until(self, name: str, moment_s: float) -> None:
-        """Add a fence under a name: the next world must not begin before `moment_s`."""
+        """Add or extend the fence `name`: the next world must not begin before `moment_s`."""
         self._until_s[name] = max(moment_s, self._until_s.get(name, moment_s))
 
     def lose(self, name: str, endpoint: str, permit_ends_s: float, now_s: float) -> None:

@@ -68,7 +68,7 @@ class Lease:
     def remaining_s(
         self, electorates: Sequence[Sequence[str]], now_s: float, *, without: str = ""
     ) -> float:
-        """Return how many more seconds the lease is valid; 0 if it has expired.
+        """Return for how many more seconds the lease is valid; 0 if it has expired.
 
         Args:
             electorates: the sets of electors. The lease needs a majority of each set.

@@ -95,7 +95,7 @@ class Office:
         self._next_beat_s = float("-inf")
 
     def remove(self, name: str) -> float:
-        """Forget a lost node; return the time at which its ranks are certain to be dead."""
+        """Forget a lost node; return the time by which its ranks are certain to be dead."""
         node = self._nodes.pop(name, None)
         return float("-inf") if node is None else node.permit_ends_s + KILL_S
 
@@ -152,7 +152,7 @@ class Office:
             node.index = max(node.index, reply.version[1])
 
     def remaining_s(self, now_s: float) -> float:
-        """Return how many more seconds this host's lease is valid; 0 if it is not valid."""
+        """Return for how many more seconds this host's lease is valid; 0 if it is not valid."""
         if self.is_deposed:
             return 0.0
         return self._lease.remaining_s(self.mandate.electorates, now_s)
@@ -239,7 +239,8 @@ class Office:
     def follow_witness(self, now_s: float) -> bool:
         """Make the witness an elector while it responds, and remove it when it no longer does.
 
-        Call this only while a world is running. Return whether there is a new mandate to send.
+        Call this only while a world is running. Return whether the mandate changed, so that it must
+        be sent.
         """
         mandate = self.mandate
         if self._is_following:
@@ -260,7 +261,7 @@ class Office:
         return True
 
     def settle(self) -> None:
-        """Drop the former electors, which is allowed only once `is_held` returns True."""
+        """Drop the former electors. Call this only once `is_held` returns True."""
         electorates = (self._next,)
         if self.mandate.electorates != electorates:
             self.mandate = replace(

@@ -1,4 +1,4 @@
-"""Convert requests for votes and their answers to and from messages (`Poll` and `Vote`)."""
+"""Convert vote requests and answers to and from messages (`Poll` and `Vote`)."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Questions:
             self._loop.call_soon_threadsafe(self._begin, asking)
 
     def close(self) -> None:
-        """Stop the thread. Waits up to 3 s for it to end."""
+        """Stop the thread, waiting up to 3 s for it to end."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end)
         self._thread.join(_CLOSE_S)

@@ -24,7 +24,7 @@ _OVERDUE_SHARE = 0.75  # of the promise, so that ranks are examined before their
 
 
 class Standby:
-    """The state with which one node follows the host and is ready to replace it.
+    """One node's state for following the host, and for replacing it if it is lost.
 
     Args:
         name: the node's own name.
@@ -69,7 +69,7 @@ class Standby:
 
     @property
     def term(self) -> int:
-        """The latest term that this node knows of."""
+        """The latest term that this node has seen."""
         return self._elector.term
 
     @property
@@ -109,7 +109,7 @@ class Standby:
         return self._reply(0)
 
     def keep(self, mandate: Mandate) -> None:
-        """Store a mandate that this node or another host has written."""
+        """Store a mandate written by this node or by another host."""
         with self._lock:
             self._elector.on_mandate(mandate)
 
@@ -128,7 +128,7 @@ class Standby:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the host that this node follows has sent no heartbeat for too long."""
+        """True if the host that this node follows has sent no heartbeat for 75% of the promise."""
         elector = self._elector
         if self._candidacy is not None or elector.host in ("", self.name):
             return False
@@ -155,7 +155,7 @@ class Standby:
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
-        """Continue the search: process votes and send due polls. Return the search, if any."""
+        """Process votes and send due polls; return the search in progress, or None."""
         candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
         if candidacy is None or canvasser is None or mandate is None:
             return candidacy

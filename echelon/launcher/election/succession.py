@@ -68,7 +68,7 @@ class Succession:
         return self._office.mandate
 
     def remaining_s(self) -> float:
-        """Return how many more seconds this host's lease is valid."""
+        """Return for how many more seconds this host's lease is valid."""
         return self._office.remaining_s(now_s())
 
     def deadline_s(self) -> float:
@@ -87,7 +87,7 @@ class Succession:
         self._send(hello.node, m.Entrust(mandate=pack_mandate(self.mandate)))
 
     def lose(self, name: str) -> None:
-        """Handle the loss of a node: fence it, and withdraw a world proposed with it."""
+        """Handle the loss of a node: fence it, and withdraw a proposed world that includes it."""
         ends_s = self._office.remove(name)
         self._fences.lose(name, self._endpoints.get(name, ""), ends_s, now_s())
         if name in self._proposed:
@@ -100,7 +100,7 @@ class Succession:
         self._office.on_reply(name, reply_of(event), now_s())
 
     def step(self) -> None:
-        """Send the heartbeats that are due, and keep track of the witness."""
+        """Send due heartbeats, and make the witness an elector only while it responds."""
         office = self._office
         if office.remaining_s(now_s()) > 0:
             self._held_s = now_s()
@@ -140,10 +140,10 @@ class Succession:
         num_attempts: int,
         memory: str = "",
     ) -> bool:
-        """Return whether a world of the given nodes may begin; propose it if it is a new one.
+        """Return whether a world of the given nodes may begin; propose it if it is new.
 
-        A world may begin once all of its nodes and a majority of the electors hold its mandate, and
-        all ranks of lost nodes are certain to be dead.
+        A world may begin once all of its nodes and a majority of the electors hold its mandate, all
+        ranks of lost nodes are certain to be dead, and this host's lease is valid.
         """
         if now_s() < self._witness_due_s and not self._office.is_heard(WITNESS, now_s()):
             self.waits_for = "an answer from the witness"
@@ -183,7 +183,7 @@ class Succession:
             self._send(name, beat_message(beat, self._office.promise_s))
 
     def _say_majority(self, num_nodes: int) -> None:
-        """Print that another node can replace this host thanks to the witness, or that none can."""
+        """Print that the witness allows another node to replace this host, or that none can."""
         mandate = self.mandate
         if WITNESS in mandate.electors:
             self._say(f"the witness at {mandate.witness} votes: another node may replace this one")

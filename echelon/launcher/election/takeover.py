@@ -1,7 +1,7 @@
 """Prepare an elected host to take over the job.
 
 The host makes no decisions until a majority of the electors hold its mandate. Reports from nodes
-are queued until there is a coordinator. The coordinator takes over once all nodes of the last world
+are queued until the coordinator starts. The coordinator takes over once all nodes of the last world
 have connected or timed out. If the host does not obtain a lease in time, it becomes an ordinary
 node again.
 """
@@ -30,7 +30,7 @@ class Inheritance:
         former: the former host's name.
         hellos: the greetings of the connected nodes.
         events: what these nodes have reported since they connected, as (node, event) pairs.
-        fenced_until_s: the time at which all ranks of nodes that have not connected are certain to
+        fenced_until_s: the time by which all ranks of nodes that have not connected are certain to
             be dead, on the clock of `lease.now_s`.
     """
 

@@ -64,5 +64,5 @@ class Testimony:
         self._questions.ask(self._endpoint, renew, take)
 
     def close(self) -> None:
-        """Stop the client's thread. Waits up to 3 s for it to end."""
+        """Stop the client's thread, waiting up to 3 s for it to end."""
         self._questions.close()

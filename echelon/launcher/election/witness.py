@@ -39,7 +39,8 @@ class Renewed:
     """The witness's reply to a host.
 
     Attributes:
-        term: the latest term that the witness knows; UNKNOWN_TERM if it does not know the job.
+        term: the latest term that the witness has seen; UNKNOWN_TERM if it has no record of the
+            job.
         number: the number of the acknowledged heartbeat; 0 if none is acknowledged.
         version: the version of the mandate that the witness holds.
     """
@@ -50,7 +51,7 @@ class Renewed:
 
 
 class Witness:
-    """The witness of any number of jobs, each of which is identified by the name of its founder.
+    """A witness for any number of jobs, each identified by the name of its founder.
 
     The founder is the job's first host, whose name is unique.
     """

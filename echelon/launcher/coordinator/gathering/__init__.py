@@ -1,1 +1,1 @@
-"""Decide which nodes take part in a world, run the store where ranks meet, and start the ranks."""
+"""Choose the nodes of a world, run the store for the ranks' rendezvous, and start the ranks."""

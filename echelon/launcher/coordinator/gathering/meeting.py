@@ -27,7 +27,7 @@ _MOST_KEYS = 64  # of a question, which must fit into PIPE_BUF
 
 
 class MeetingPlace(Protocol):
-    """The coordinator's interface to the job's store, through which the ranks find each other."""
+    """The coordinator's interface to the job's store, through which the ranks rendezvous."""
 
     host: str  # as ranks dial it
     port: int
@@ -51,7 +51,7 @@ class MeetingPlace(Protocol):
         """Delete all keys and forget all members of earlier attempts."""
 
     def how_it_died(self) -> str:
-        """Return how the server ended; "" while it is serving."""
+        """Return why the server is not serving; "" while it is serving."""
 
 
 class StoreProcess:
@@ -152,7 +152,7 @@ class StoreProcess:
         return out.readline() if ready else b""
 
     def how_it_died(self) -> str:
-        """Return how the server ended; "" while it is serving."""
+        """Return why the server is not serving; "" while it is serving."""
         code = self._process.poll()
         if code is None:
             return "is stopped by a signal" if self._is_stopped() else ""
@@ -166,9 +166,9 @@ class StoreProcess:
         return stat.rpartition(b")")[2].split()[0] == b"T"  # but not if it is traced
 
     def renew(self) -> None:
-        """Delete all keys and members. If the server has died, start a new one on another port.
+        """Delete all keys and members. An unresponsive server is replaced by one on another port.
 
-        Waits up to 5 s for the server to confirm, or up to 2 min for a new server to start.
+        Waits up to 5 s for the server to confirm, and then up to 2 min for a new server to start.
 
         Raises:
             LaunchError: no server can be started.

@@ -1,7 +1,7 @@
 """Admit, refuse and dismiss nodes.
 
-`Roster` decides which nodes take part in a world. This module informs each node of the decision,
-and tells the store which addresses to admit.
+`Roster` decides which nodes take part in a world. This module sends each node the decision, and
+makes the store accept clients from the addresses of admitted nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Membership:
     def join(self, hello: m.Hello) -> bool:
         """Admit or refuse a node; return True if it was admitted.
 
-        A node that is refused is sent the reason.
+        A refused node is sent the reason.
         """
         refusal = self._roster.join(self._node_of(hello), time.monotonic())
         if hello.version != m.VERSION:
@@ -55,7 +55,7 @@ class Membership:
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:
-        """Tell a node's launcher, which received stop signal `number` from its user, to exit."""
+        """Make a node's launcher exit, because its user sent it stop signal `number`."""
         self._roster.leave(node)
         self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 

@@ -1,10 +1,10 @@
 """Choose the nodes of the next world as nodes join and leave.
 
-A world begins once one of these conditions holds:
+A world begins once at least `min_nodes` nodes are connected and one of these conditions holds:
 
 - `max_nodes` nodes are connected.
 - All nodes of the previous world that have not left are connected.
-- `min_nodes` nodes are connected, and the last call is over.
+- The last call is over.
 
 The last call is a short grace period for nodes that were started together but connect at different
 times. It lasts at most 3 s by default. Nodes that connect later wait for the next world as spares,
@@ -29,7 +29,7 @@ _LAST_CALL_STEP_S = 1.0  # the wait after each join for the next one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A node that is connected, or asks to join."""
+    """A node that is connected or is asking to join."""
 
     name: str
     host: str
@@ -88,7 +88,7 @@ class Roster:
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 
     def join(self, node: Node, now_s: float) -> str:
-        """Add a node; return "" if it was added, or the reason why it is refused."""
+        """Add a node; return "" on success, or the reason for refusing it."""
         if self.count_without(()) >= self._max + self._spares:
             nodes, spares = _count(self._max, "node"), _count(self._spares, "spare")
             return f"the job already has {nodes} and {spares}"
@@ -168,7 +168,7 @@ class Roster:
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Describe how many nodes are connected, how many are required, and their host names."""
+        """Describe how many nodes are required, and how many and which ones are connected."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
             f"{len(self._nodes)} of {self._min} required nodes connected within "

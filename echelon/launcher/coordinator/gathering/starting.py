@@ -44,7 +44,7 @@ def starts_of(
 
     Args:
         restart: how many worlds of this job have ended so far.
-        resume: the path of the job's newest committed checkpoint; "" if there is none.
+        resume: the path of the job's newest committed checkpoint; "" if it has none.
         history: a JSON account of how the earlier attempts ended.
     """
     return [

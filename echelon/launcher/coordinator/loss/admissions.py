@@ -83,7 +83,7 @@ class Admissions:
         return self.is_admitted(rank) and rank not in self._joining
 
     def delayed_by(self, world: World) -> list[int]:
-        """Return the joining ranks that every other rank is waiting for; [] if any is not waiting.
+        """Return the joining ranks if all other ranks are waiting for them, otherwise [].
 
         A rank that has already entered the epoch counts as waiting: a send that fits into a buffer
         completes even before the joining rank is ready to receive it.
@@ -99,11 +99,11 @@ class Admissions:
         return joining
 
     def withdrawn_by(self, ended: Iterable[int], known: Known) -> int:
-        """Return the epoch whose admissions a loss voids; 0 if the other ranks must notice it.
+        """Return the epoch to withdraw after a loss; 0 if the loss affects the other ranks.
 
         If all of the lost ranks were still joining, and no other rank has been lost since then, the
-        other ranks lose nothing. It is enough to withdraw the epoch in which these ranks were to
-        join.
+        other ranks are not affected. It is then enough to withdraw the epoch in which the lost
+        ranks were to join.
         """
         epoch = self._epochs.awaited
         if epoch is None or any(r not in self._joining or not is_joining(known, r) for r in ended):
@@ -133,7 +133,7 @@ class Admissions:
             self.dismiss(world, ranks)
 
     def dismiss(self, world: World, ranks: Sequence[int]) -> None:
-        """Tell processes waiting to join that they must exit: the other ranks have finished."""
+        """Make processes that are waiting to join exit, because the other ranks have finished."""
         known = self._reports.read(world)
         self._epochs.publish(world, self._epochs.lost, known, dismissed=ranks)
         self._epochs.awaited = None

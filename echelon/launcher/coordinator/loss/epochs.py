@@ -21,8 +21,8 @@ class PublishedEpochs:
         lost: the ranks that count as lost in the newest epoch.
         left: the ranks that exited on their own before their last step.
         lives: for each replaced rank, how many processes held the rank before.
-        first_lost_ns: when the first rank was lost since the last complete epoch, on the monotonic
-            clock in ns.
+        first_lost_ns: when the first loss since the last complete epoch was handled, on the
+            monotonic clock in ns.
     """
 
     def __init__(self, meeting: MeetingPlace) -> None:

@@ -1,11 +1,13 @@
 """Kill ranks that hang, so that the other ranks can continue without them (`--on-stall replace`).
 
-A hung rank is killed only if three conditions hold:
+A hung rank is killed only if all of these conditions hold:
 
 - `Losses` would let the attempt continue without the rank.
 - The verdict is `certain`, and its cause is a hung process.
 - If the cause is `host_hang` or `gil_hang`, the process used no CPU time while it was examined, so
   it cannot be computing.
+- The number of earlier kills for the same hang in this attempt is below the limit of the policy
+  table.
 
 Any other stall is handled as under `--on-stall restart`.
 
@@ -63,11 +65,11 @@ class HungRanks:
 
     @property
     def is_killing(self) -> bool:
-        """True if any rank that was ordered to be killed is still running."""
+        """True while any rank that is being killed is still running."""
         return bool(self._dying)
 
     def end(self, world: World, failure: Failure, incident: Incident, now_s: float) -> str:
-        """Order the culprits of a stall to be killed; return "", or why they may not be killed."""
+        """Send commands to kill a stall's culprits; return "", or the reason for not doing so."""
         ranks = failure.culprit_ranks
         why_not = self._why_not(failure) or self._losses.why_not_without(world, ranks)
         if why_not:
@@ -123,7 +125,7 @@ class HungRanks:
             incident.recovered = incident.is_survived = True
 
     def forget(self, rank: int) -> None:
-        """Forget why a rank was killed, now that another process has taken its place."""
+        """Forget why a rank was killed, because another process has taken its place."""
         self._causes.pop(rank, None)
         self._incidents.pop(rank, None)
 
@@ -134,7 +136,7 @@ class HungRanks:
     def undead(self, now_s: float) -> tuple[str, World] | None:
         """Return a message about ranks that have survived SIGKILL for too long, and their attempt.
 
-        Each case is returned only once. Return None if there is nothing to report.
+        Returns each case only once, and None if there is nothing to report.
         """
         if self._world is None or now_s < self._until_s:
             return None

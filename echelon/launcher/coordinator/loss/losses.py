@@ -4,13 +4,13 @@ Under `--on-loss shrink` and `--on-loss replace`, an attempt may survive the los
 killed by a signal or lost with its node, provided that the remaining ranks hold all the state that
 they need to continue. The remaining ranks are published in the job's store as an epoch, and each of
 them reports once it is ready to continue training. A loss that the attempt cannot survive is
-handled as an ordinary failure, and one line gives the reason.
+handled as an ordinary failure, and the reason is printed.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
-once all ranks of an epoch have met in that store. Ranks that are cut off from the store therefore
-never begin another world. Nor can they finish a step of the former world, because the barrier of
-that world needs all of its ranks. With failover, a host cannot know whether it has been cut off and
-replaced, so the loss of a node is treated as an ordinary failure.
+once all ranks of an epoch have completed the rendezvous in that store. Ranks that are cut off from
+the store therefore never begin another world. Nor can they finish a step of the former world,
+because the barrier of that world needs all of its ranks. With failover, a host cannot determine
+whether it has been cut off and replaced, so the loss of a node is treated as an ordinary failure.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Losses:
     def may_grow(self, world: World) -> bool:
         """Return whether further ranks could join now.
 
-        All ranks must be in a step of `resilient.run`, which lets other ranks join at its end.
+        All running ranks must be in a step of `resilient.run`: other ranks join at its end.
         """
         self._follow(world)
         known = self._reports.read(world)
@@ -116,7 +116,7 @@ class Losses:
         self._lost_ns |= dict.fromkeys(ranks, monotonic_ns())
 
     def note_hang(self, world: World, rank: int, cause: str) -> None:
-        """Record that a rank was killed for a hang with this cause, before its loss is handled."""
+        """Record the hang for which a rank was killed. Call this before the loss is handled."""
         self._follow(world)
         self._causes[rank] = cause
 
@@ -158,10 +158,10 @@ class Losses:
         return True
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
-        """Announce that ranks exited before their last step, so that no rank waits for an epoch.
+        """Publish that ranks exited before their last step, so that no rank waits for an epoch.
 
-        Only ranks that are waiting for an epoch are affected. The others may be exiting as well, if
-        a stop was requested.
+        Only ranks that are waiting for an epoch react to this. The others may be exiting as well,
+        if a stop was requested.
         """
         known = self._reports.read(world)
         early = [one for one in ranks if one in known and known[one].state is not State.DONE]
@@ -202,10 +202,10 @@ class Losses:
         return None
 
     def _read(self, world: World, ended: Iterable[int]) -> Known:
-        """Return all reports, including those that a node has not had time to forward.
+        """Return all reports, including those that a node has not forwarded yet.
 
         The missing reports are looked up in the store, except for ranks that had been lost earlier:
-        the key that such a rank left in the store says nothing about the process that replaced it.
+        the key that such a rank left in the store does not describe the process that replaced it.
         """
         gone = world.ended.keys() - {*ended} | world.published.keys()
         self._reports.ask_store(world, [one for one in range(world.size) if one not in gone])
@@ -300,12 +300,12 @@ class Losses:
 
 
 def _is_own_end(code: int) -> bool:
-    """Return whether a rank exited by itself, or by a signal that may be stopping the whole job."""
+    """Return whether a rank exited on its own or by a signal that may stop the whole job."""
     return code >= 0 or -code in _STOPS
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Format rank numbers: "rank 1", "ranks 1, 2 and 3", or "a rank" if there are none."""
+    """Format rank numbers: "rank 1", "ranks 1, 2 and 3", or "a rank" if none are given."""
     names = [str(rank) for rank in ranks]
     if len(names) < 2:
         return f"rank {names[0]}" if names else "a rank"

@@ -53,10 +53,10 @@ class _Place:
     """The replacement of one lost rank.
 
     Attributes:
-        until_s: the deadline of the current stage. While the process loads the program, a delay is
-            reported at this time; later, the process is killed at this time; after a kill, this is
-            how long to wait for the process to end.
-        is_killed: whether the node has been told to kill the dismissed process.
+        until_s: the deadline of the current stage. A process that is still loading the program by
+            then is reported; an admitted or dismissed process is killed; a killed process that is
+            still running is reported.
+        is_killed: whether the node was sent a command to kill the dismissed process.
     """
 
     stage: _Stage = _Stage.WANTED
@@ -73,8 +73,8 @@ class Replacements:
         say: prints a line for the user.
         report: the job's report, to which each rank that is not replaced is added.
         free: returns the connected nodes that run no ranks.
-        start_joining: starts all ranks of a node as replacements. The arguments are the world, the
-            node's name, the newest epoch, and how many processes held each rank before.
+        start_joining: starts all ranks of a node as joining processes. The arguments are the world,
+            the node's name, the newest epoch, and how many processes held each rank before.
         joins_s: how long an admitted process may keep other ranks waiting for it to join.
     """
 
@@ -199,7 +199,7 @@ class Replacements:
     def set_aside(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the lost ranks whose folders will be renamed to make room for new processes.
 
-        Each rank is mapped to how many of its folders have been renamed before.
+        The result maps each rank to the number of its folders that were renamed before.
         """
         wanted = self._at(_Stage.WANTED)[: self._max - self._num_started]
         return {rank: self._numbers.get(rank, 0) for rank in ranks if rank in wanted}
@@ -281,7 +281,7 @@ class Replacements:
         return [decide.JoinerStarted(rank) for rank in ranks]
 
     def grow(self, world: World, node: Node, now_s: float) -> list[decide.Event]:
-        """Start the ranks of a node that connected late, which join in addition to the others."""
+        """Start the ranks of a late node, which join in addition to the existing ranks."""
         self._follow(world)
         ranks = world.grow(node, max(1, self._admissions.number))
         self._new.update(ranks)
@@ -311,7 +311,7 @@ class Replacements:
         return events
 
     def _admit(self, world: World) -> list[decide.Event]:
-        """Admit all waiting processes in one epoch, but the new ranks of a node only together."""
+        """Admit all waiting processes in one epoch, but a late node's ranks only all together."""
         started = self._at(_Stage.STARTED)
         ready = [rank for rank in self._admissions.waiting(world) if rank in started]
         early = {
@@ -371,7 +371,7 @@ class Replacements:
         return [decide.JoinerEnded(rank)]
 
     def _is_new(self, rank: int) -> bool:
-        """Return whether a rank is one of a late node that has not joined yet."""
+        """Return whether a rank belongs to a late node and has not joined yet."""
         return rank in self._new
 
     def _process_of(self, rank: int) -> str:
@@ -407,8 +407,8 @@ class Replacements:
     def stop(self, world: World) -> None:
         """Kill the processes that have not been admitted, because all ranks are being stopped.
 
-        These processes have nothing to save. They belong to no group either, so a signal handler in
-        which they wait for other ranks could use up the whole grace period.
+        These processes have nothing to save. They do not belong to a process group yet, so a signal
+        handler that waits for other ranks could use up the whole grace period.
         """
         self._follow(world)
         for rank in (*self._at(_Stage.STARTED), *self._at(_Stage.DISMISSED)):

@@ -47,7 +47,7 @@ class Reports:
         self._remote.pop(rank, None)
 
     def ask_store(self, world: World, ranks: Iterable[int]) -> None:
-        """Look in the store for ranks on other nodes whose reports have not arrived."""
+        """Query the store about ranks on other nodes whose reports have not arrived."""
         known = {*self._remote, *world.nodes.get(self._own_node, ())}
         asked = [rank for rank in ranks if rank not in known]
         if not asked or self._meeting.how_it_died():
@@ -78,5 +78,5 @@ def is_joining(known: Known, rank: int) -> bool:
 
 
 def are_finishing(known: Known) -> bool:
-    """Return whether any rank has finished all its steps, so that the others are about to."""
+    """Return whether any rank has finished all its steps, so the others are about to finish."""
     return any(one.state is State.DONE for one in known.values())

@@ -57,7 +57,7 @@ class Failure:
 
 
 def without(failure: Failure, ranks: Collection[int]) -> Failure:
-    """Return a copy of a failure from which the given ranks are removed as culprits."""
+    """Return a copy of a failure without the given ranks among its culprits."""
     if not ranks:
         return failure
     return replace(failure, culprit_ranks=tuple(r for r in failure.culprit_ranks if r not in ranks))

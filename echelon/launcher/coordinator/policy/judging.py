@@ -28,7 +28,7 @@ _MAX_SITE = 300
 def incident_of(
     world: World, incidents: list[Incident], ended_by: decide.EndedBy
 ) -> Incident | None:
-    """Return the incident of the stall or failure that ended a world; None if there is none."""
+    """Return the incident of the stall or failure that ended a world, or None."""
     kind = "stall" if ended_by is decide.EndedBy.STALL else "failure"
     mine = [one for one in incidents if one.attempt == world.number and one.kind == kind]
     lasting = [one for one in mine if not one.recovered]
@@ -36,7 +36,7 @@ def incident_of(
 
 
 def failure_of(world: World, incident: Incident | None) -> Failure:
-    """Return what is known about the failure of a world."""
+    """Return the facts about the failure of a world."""
     verdict = None if incident is None else incident.verdict
     if verdict is not None:
         assert incident is not None

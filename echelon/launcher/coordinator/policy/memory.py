@@ -25,7 +25,7 @@ class Memory:
         avoided: the names of the nodes that new worlds avoid.
         decisions: the restart decisions in report.json, oldest first.
         over: the number of the latest attempt that has ended; -1 if none has.
-        suspected: the failure whose nodes must be probed before the next attempt, if any.
+        suspected: the failure whose nodes must be probed before the next attempt, or None.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -46,7 +46,7 @@ def pack(memory: Memory) -> str:
 
 
 def unpack(text: str) -> Memory:
-    """Deserialize the output of `pack`. An empty string gives an empty memory.
+    """Deserialize the output of `pack`. An empty string yields an empty memory.
 
     Raises:
         ValueError: the text is malformed.

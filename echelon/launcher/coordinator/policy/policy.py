@@ -21,7 +21,7 @@ MAX_REMEMBERED = 64  # failures; older ones say little about the next attempt
 
 
 class Action(Enum):
-    """What can follow a failed attempt."""
+    """An action that can follow a failed attempt."""
 
     CONTINUE = "continue"  # with the nodes that remain; no restart is counted
     RESTART = "restart"

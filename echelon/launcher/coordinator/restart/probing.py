@@ -99,7 +99,7 @@ class Probing:
 
     @property
     def waits_for(self) -> str:
-        """A description of the probes that are still awaited; "" if there are none."""
+        """A description of the probes that are still awaited; "" if none are."""
         hosts = ", ".join(self._host_of(name) for name in self._suspects)
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 
@@ -190,7 +190,7 @@ class Probing:
             yield Task(probe=STORAGE, folder=str(self._options.checkpoint_dir))
 
     def _links(self) -> Iterator[tuple[str, str]]:
-        """Yield each remaining suspect, paired with the partner for its link measurement."""
+        """Yield each remaining suspect with a partner node, to measure the link between them."""
         if self._has_pairs:  # the links between those that the failure names
             pairs = zip(self._named, self._named[1:], strict=False)
             yield from ((a, b) for a, b in pairs if a in self._suspects and self._is_here(b))

@@ -54,12 +54,12 @@ class Restarts:
 
     @property
     def is_judged(self) -> bool:
-        """True if the restart decision depends on the verdict."""
+        """True if restart decisions depend on verdicts, as under the `smart` policy."""
         return self._policy == "smart"
 
     @property
     def asks_for_verdict(self) -> bool:
-        """True if the next restart decision depends on why the attempt failed."""
+        """True if the policy is `smart` and restarts remain, so the decision needs the verdict."""
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:

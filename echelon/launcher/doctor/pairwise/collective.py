@@ -36,9 +36,9 @@ _TEXTS = (
 
 
 def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> dict[str, Any]:
-    """Measure with the job's ranks; return the figures, or {"error": reason}.
+    """Measure the job's ranks with an all-reduce; return the figures, or {"error": reason}.
 
-    Blocks for about two minutes at most.
+    On a single node, the pairs of ranks are measured too. Blocks for about two minutes at most.
 
     Args:
         args: the options of `echelon doctor`.
@@ -72,7 +72,7 @@ def _command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def run_options(args: Mapping[str, Any]) -> list[str]:
-    """Return the options with which `echelon run` starts the nodes and ranks given by `args`."""
+    """Return the `echelon run` options for the nodes and ranks that `args` specifies."""
     found = ["--nproc-per-node", str(args["nproc_per_node"])]
     if not args["rdzv_endpoint"] and not args["master_addr"]:
         return [*found, "--standalone"]
@@ -137,7 +137,7 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait up to 3 s until the host's doctor has closed the port that the launcher will bind."""
+    """Wait up to 3 s for the host's doctor to close the port that the launcher will bind."""
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

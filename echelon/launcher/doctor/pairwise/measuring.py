@@ -33,7 +33,7 @@ def own_tasks(folder: str) -> list[Task]:
 
 
 def measure(host: Host) -> Outcome:
-    """Measure all nodes and pairs. Blocks for at most 20 s per member."""
+    """Measure all nodes and pairs. Blocks for at most 20 s per round of probes."""
     members = host.members
     names = _names(host)
     outcome = Outcome(hosts=names, names=names)
@@ -60,7 +60,7 @@ def _task(host: Host, other: Member) -> Task:
 
 
 def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
-    """Return one finding per task; each is BROKEN if the node gave no valid answer."""
+    """Return one finding per task; each is BROKEN if the node did not send a valid answer."""
     try:
         found = [Finding.unpack(text) for text in answer.findings] if answer else []
     except ValueError:

@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def is_whole(self) -> bool:
-        """True if nothing is broken. Some parts may be slow."""
+        """True if nothing is broken, even if a node or link is slow."""
         found = [*self.pairs.values(), *(one for node in self.nodes for one in node)]
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 

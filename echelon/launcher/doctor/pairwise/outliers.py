@@ -47,7 +47,7 @@ def slow_ones(costs: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
 
 
 def best_of(costs: Mapping[Pair, float]) -> dict[int, float]:
-    """Return the cost of each member's best pair."""
+    """Return, for each member, the cost of its best pair."""
     best: dict[int, float] = {}
     for pair, cost in costs.items():
         for member in pair:

@@ -1,6 +1,6 @@
 """Format the measurements as one table of pairs and one table of nodes.
 
-`!` marks a broken row, and `~` a slow one.
+`!` marks a broken node or pair, and `~` a slow one.
 """
 
 from __future__ import annotations

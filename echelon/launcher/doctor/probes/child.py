@@ -70,7 +70,7 @@ class Child:
         return 0 if self._process is None else self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when `poll` may have a result; -1 if none."""
+        """Return a descriptor that becomes readable when `poll` may have a result, or -1."""
         process = self._process
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
@@ -134,7 +134,7 @@ atexit.register(_reap, _REAP_S)
 def run_all(tasks: Sequence[Task], command: Sequence[str] = COMMAND) -> list[Finding]:
     """Run probes in parallel, each in its own process; return one finding per task.
 
-    Blocks until the latest of the tasks' deadlines at most.
+    Blocks at most until the latest of the tasks' deadlines.
     """
     children = [Child(task, command) for task in tasks]
     try:

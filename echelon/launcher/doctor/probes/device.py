@@ -2,7 +2,7 @@
 
 The check does not change settings or reset devices. A device counts as broken if it does not
 respond, has uncorrected memory errors, or has a bad memory row whose remapping is pending or has
-failed. A throttled device only counts as slow.
+failed. A throttled device counts as healthy, but the finding mentions it.
 """
 
 from __future__ import annotations

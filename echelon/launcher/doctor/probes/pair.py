@@ -57,7 +57,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the port. Waits up to 5 s for the accepting thread to end."""
+        """Close the port, and wait up to 5 s for the accepting thread to end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._socket.close()
