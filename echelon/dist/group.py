@@ -1,4 +1,4 @@
-"""Define ProcessGroup; its calls on arrays are in `calls/`."""
+"""Define `ProcessGroup`; its array operations are in `calls/`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 class ProcessGroup(Collectives, PointToPoint):
     """A set of ranks that communicate. Use `init`, `new_group` or `split` to create a group.
 
-    Every call except `send` and `recv` is collective: all members must make the same calls in the
-    same order. Arrays may be NumPy arrays, torch tensors, CuPy arrays or other DLPack arrays, and
-    must be contiguous. Results are written in place. `root`, `to` and `source` are ranks within the
-    group. Calls raise
+    All operations except `send` and `recv` are collective: all members must make the same calls in
+    the same order. Arrays may be NumPy arrays, torch tensors, CuPy arrays or other DLPack arrays,
+    and must be contiguous. Results are written in place. `root`, `to` and `source` are ranks within
+    the group. Calls raise
 
     * ValueError, before anything is sent, if an argument is not supported;
     * CollectiveMismatchError, on every rank, if members made different calls;
@@ -93,7 +93,7 @@ class ProcessGroup(Collectives, PointToPoint):
     # ---- objects ----
 
     def broadcast_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> Any:
-        """Return the object of `root` on every rank. The object must be plain data.
+        """Return `root`'s object on every rank. The object must be plain data.
 
         Plain data is None, bool, numbers, str, bytes, lists and dicts; a tuple arrives as a list.
         The method blocks until the root has called it.
@@ -159,8 +159,8 @@ class ProcessGroup(Collectives, PointToPoint):
         """Launch the operations called inside the block together, and wait for them at its end.
 
         If the block raises an exception, no operations are launched on a device. If an operation
-        was called before the exception, the group is also ended, because other ranks may have
-        launched their operations.
+        was called before the exception, the group also ends, because other ranks may have launched
+        their operations.
         """
         if self._batch() is not None:
             raise ValueError("coalesce() cannot be nested")

@@ -90,7 +90,7 @@ class _World:
     def regroup(
         self, ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float
     ) -> ProcessGroup:
-        """Create a new world group, with keys of its own in the store."""
+        """Create a new world group that uses its own prefix in the store."""
         self.store = PrefixStore(f"epoch_{epoch}", self._whole_store)
         self.maker.begin(epoch)
         self.num_made = 0
@@ -402,7 +402,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first and raise any exception from `action` at the end."""
+    """Make `shutdown` call `action` first and re-raise any exception from it at the end."""
     _before_shutdown.append(action)
     return action
 
@@ -498,7 +498,7 @@ def _stand_by(
 
 
 def _attempt(rendezvous: Rendezvous, connection: TCPStore | MemoryStore) -> PrefixStore:
-    """Return the part of the store that belongs to this attempt."""
+    """Return this attempt's view of the store."""
     return PrefixStore(rendezvous.namespace or "echelon/solo", connection)
 
 
@@ -536,7 +536,7 @@ def _meet(
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
-    """Return this clock's offset from rank 0's, or None if it could not be measured."""
+    """Return this clock's offset from rank 0's; None on one host or if measuring it fails."""
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None
     try:

@@ -22,8 +22,8 @@ class Work:
         operation: the operation that was called.
         pending: the engine's handle for the operation.
         watch: the limits of the operation.
-        record: the number of the operation in the black box.
-        is_settled: whether the end of the operation was recorded.
+        record: the operation's number in the black box.
+        is_settled: True once the end of the operation has been recorded.
         failure: the error of a settled operation; None if it succeeded.
 
     Example:

@@ -13,11 +13,11 @@ Failure: an engine raises what it observed, and `GroupState` decides what it mea
 | raised | meaning |
 |---|---|
 | an error from `errors.mismatch` | the engine compared the ranks' calls, and they differ |
-| an error from `errors.build` | the engine itself knows which ranks are late or dead |
+| an error from `errors.build` | the engine itself determined which ranks are late or dead |
 | `EndedElsewhere` | another operation ended this one; the other rank's error may be more precise |
 | `ConnectionBroken` | a connection broke; the group determines which rank is dead |
 | `Refused` | all ranks refuse the operation in the same way; the group remains usable |
-| whatever `watch.check()` raised | the group ended, or the operation's deadline passed |
+| an exception from `watch.check()` | the group ended, or the operation's deadline passed |
 | any other exception | a library failed on this rank; all ranks report the error |
 
 A plug-in's factory is `create(members, store, timeout_s) -> Engine`; see `registry`.
@@ -184,7 +184,7 @@ class Engine(Protocol):
 
     @property
     def nests(self) -> bool:
-        """True if operations may be nested."""
+        """True if a signal handler may nest collectives of the group."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
         """Return why the engine cannot carry out this kind of operation, or "". Never blocks."""
@@ -216,7 +216,7 @@ class Engine(Protocol):
         """
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context in which operations are batched, if the library supports batching."""
+        """Return a context manager that batches operations, if the library supports batching."""
 
     def cut(self, reason: CollectiveError | None) -> None:
         """Abort all local work: every wait in the engine, on any thread, raises an error.

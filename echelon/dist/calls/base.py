@@ -200,7 +200,7 @@ class Calls:
     def _admit(
         self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
     ) -> int:
-        """Number and record an operation, or raise the error with which the engine refused it."""
+        """Number and record an operation; raise an error if the group does not admit it."""
         try:
             self._state.admit(operation, is_nested=is_nested)
         except CollectiveError as err:

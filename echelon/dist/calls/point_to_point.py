@@ -45,8 +45,8 @@ class PointToPoint(Calls):
     ) -> Work | None:
         """Send `x` to a rank, which must receive it with the same tag, dtype and size.
 
-        The call may return before the receiver has called `recv`. Once it returns, `x` may be
-        modified. Messages between the same two ranks with the same tag arrive in order.
+        The call may return before the receiver has called `recv`. Once the operation has ended, `x`
+        may be modified. Messages between the same two ranks with the same tag arrive in order.
 
         Args:
             x: any shape.

@@ -70,7 +70,7 @@ def timed_out(
 def peer_lost(
     members: Members, operation: Operation, gone: Sequence[int], *, silent: Sequence[int] = ()
 ) -> PeerLostError:
-    """Build the error for an operation in which the group ranks `gone` cannot take part.
+    """Build the error for an operation that needs the group ranks `gone`, which died or left.
 
     Args:
         silent: other group ranks that did not answer the liveness check.

@@ -7,7 +7,7 @@ in which the receiver takes the messages. Early messages use at most `WINDOW_BYT
 memory per sending peer, plus a 64-byte header for each message that is waiting at its sender.
 
 A stream's bytes are always read, even if no receive is posted, so messages cannot block each other.
-Offered messages take turns to send `CHUNK_BYTES` each, so a small message never waits for an entire
+Offered messages take turns sending `CHUNK_BYTES` each, so a small message never waits for an entire
 large message.
 
 A single thread (driver.py) drives the state machine, which therefore needs no locks.

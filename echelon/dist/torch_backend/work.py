@@ -32,8 +32,8 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         parts: the underlying `Work` objects; empty if the operation is already done.
         result: the tensors that the operation fills.
         finish: copies results from a buffer into the caller's tensors; runs once, on the first
-            thread to find that the operation has ended.
-        complete_later: passes a job to the thread that completes futures.
+            thread to observe that the operation has ended.
+        complete_later: a function that passes a job to the thread that completes futures.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
 def _needs_own_device() -> bool:
     """Return whether each rank needs its own GPU.
 
-    In NCCL 2.30, an environment variable allows several ranks to share a GPU.
+    In NCCL 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks to share a GPU.
     """
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
 

@@ -6,7 +6,7 @@ Group rank 0 creates the segment and passes its descriptor to the other members 
 with a random abstract name (handover.py). The descriptor is closed as soon as the memory is mapped.
 (Python before 3.13 keeps a duplicate.)
 
-    one mark of 32 bytes per rank, padded to a page boundary | the engine's part
+    one mark of 32 bytes per rank, padded to a page boundary | the engine's region
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SharedMemory:
     """This process's mapping of the memory that `size` ranks share.
 
     Attributes:
-        offset: where the engine's part begins.
+        offset: the offset of the engine's region within the mapping, in bytes.
         map: the mapping.
     """
 

@@ -54,7 +54,7 @@ class Rings:
         self._full.discard(peer)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Wait until the bell rings, unless there is already work to do.
+        """Block until the bell rings or the timeout expires, unless work is already pending.
 
         Returns:
             The peers from which data can be read.

@@ -37,7 +37,7 @@ _MAX_BLAMED = 64
 
 
 class Segment:
-    """Views of the engine's part of the shared memory."""
+    """Views of the engine's region of the shared memory."""
 
     def __init__(self, memory: SharedMemory, slot_bytes: int, ring_bytes: int) -> None:
         self.size = memory.size
@@ -129,6 +129,6 @@ class Segment:
 
 
 def segment_bytes(size: int, slot_bytes: int, ring_bytes: int) -> int:
-    """Return the size of the engine's part of the shared memory, in bytes."""
+    """Return the size of the engine's region of the shared memory, in bytes."""
     rings = size * size * (RING_HEAD_BYTES + ring_bytes)
     return size * (CONTROL_BYTES + 2 * slot_bytes) + rings

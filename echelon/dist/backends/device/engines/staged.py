@@ -129,7 +129,7 @@ class StagedEngine:
         return self._reason
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing."""
+        """Return a no-op context manager."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
@@ -150,7 +150,7 @@ class StagedEngine:
         self._host.close()
 
     def drain(self, check: Any) -> None:
-        """Block until the device has completed the work on the caller's streams."""
+        """Block until each device used so far has completed the work on its current stream."""
         accelerator = self._runtime.accelerator
         events = []
         for index in list(self._streams):

@@ -331,14 +331,14 @@ class StreamEngine:
         return self._store.get("unique_id")
 
     def _fly(self) -> bool:
-        """Remove the oldest operations that have ended; return whether any operations remain."""
+        """Remove ended operations from the front of the queue; return whether any remain."""
         with self._lock:
             while self._flying and self._flying[0].is_over:
                 self._flying.popleft()
             return bool(self._flying)
 
     def _let_go(self) -> None:
-        """Wait briefly until detached sends have been received."""
+        """Wait up to `_LET_GO_S` seconds for detached sends to complete."""
         limit_s = time.monotonic() + _LET_GO_S
         sent = [one for one in list(self._flying) if one.is_detached]
         while time.monotonic() < limit_s and not all(one.done for one in sent):
