@@ -216,8 +216,8 @@ class ProcessGroup(Collectives, PointToPoint):
         """Return an independent, ordered channel to another rank.
 
         Both ends must call this method, but neither end waits for the other. The first use of a
-        name accesses the store. The same name always gives the same channel. A channel carries both
-        host and device arrays; `Channel.open` prepares it for a device.
+        name accesses the store. The same name always refers to the same channel. A channel carries
+        both host and device arrays; `Channel.open` prepares it for a device.
 
         Args:
             peer: the rank within this group at the other end.
@@ -248,9 +248,9 @@ class ProcessGroup(Collectives, PointToPoint):
     def close(self) -> None:
         """End the group on this rank and release its resources. Calling this twice is safe.
 
-        The method takes at most 1 s and does not contact other ranks. Calls on ranks that still
-        need this rank raise PeerLostError. A signal handler may close the group during one of the
-        group's calls; that call then ends.
+        The method takes at most 1 s and does not contact other ranks. Operations on other ranks
+        that still need this rank raise PeerLostError. A signal handler may close the group during
+        one of the group's calls; that call then ends.
         """
         self._state.close()
 

@@ -54,7 +54,7 @@ class GroupMaker:
         self._may_end = False
 
     def watch_members(self) -> None:
-        """Declare that `end` may be called, so that the creation of groups checks for it."""
+        """Declare that `end` may be called; group creation then checks for it."""
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
@@ -172,7 +172,7 @@ class GroupMaker:
         return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
-        """Have the watcher's thread close a group that was deleted without being closed.
+        """Close a group that was deleted without being closed, on the watcher's thread.
 
         The group is kept if its library requires all ranks to close it together.
         """

@@ -276,7 +276,7 @@ def leave_groups() -> None:
 
 
 def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) -> ProcessGroup:
-    """Create a new world from some of this world's ranks. Messages show the old rank numbers.
+    """Create a new world from some of this world's ranks. Errors show the old rank numbers.
 
     Every rank of the new world must call this function. The call blocks until all of these ranks
     have joined.
@@ -298,7 +298,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) ->
 def set_timeout(timeout_s: float) -> None:
     """Set the timeout of this world, its groups, and all groups created later.
 
-    Groups to which the program gave another timeout keep it.
+    Groups whose timeout the program has changed keep that timeout.
 
     Raises:
         ValueError: there is no world.
@@ -328,7 +328,7 @@ def end_world(error: CollectiveError, epoch: int) -> None:
 
 
 def is_between_worlds() -> bool:
-    """Return whether this process has left its groups and not yet joined a new world.
+    """Return whether this process has left its groups but not yet joined a new world.
 
     Raises:
         ValueError: there is no world.

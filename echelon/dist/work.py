@@ -85,7 +85,9 @@ class Work:
         return int(getattr(self.pending, "source", -1))
 
     def wait(self, timeout_s: float | timedelta | None = None) -> None:
-        """Block until the operation has ended.
+        """Block until the operation has ended or, on a device, is queued.
+
+        For a device operation, the caller's streams then wait for the operation.
 
         Args:
             timeout_s: how long to wait. None means the operation's own timeout; with 0, the call

@@ -1,6 +1,6 @@
 """Provide the base class that the pure-Python, gloo and two-level engines share.
 
-One thread runs the collectives in order (progress/serial.py), and another runs the messages
+One thread runs the collectives in order (progress/serial.py), and another transfers messages
 (messages/driver.py). Each thread starts when it is first needed. Callers only wait, so even a
 signal handler may call any operation.
 """

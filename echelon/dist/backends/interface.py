@@ -38,7 +38,7 @@ CHECK_EVERY_S = 0.1  # the longest time between two calls of `Watch.check` in a 
 
 
 class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user sees
-    """One of the engine's connections broke, or was closed by the rank at the other end.
+    """Raised when a connection of the engine breaks, or the rank at the other end closes it.
 
     Attributes:
         peer: the group rank at the other end; None if the engine's library does not report it.
@@ -50,7 +50,7 @@ class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user see
 
 
 class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
-    """An operation ended because an operation on another rank timed out.
+    """Raised when an operation ends because an operation on another rank timed out.
 
     Attributes:
         error: the error to report, unless the other rank has a more precise error.
@@ -62,7 +62,7 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
 
 
 class Refused(ValueError):  # noqa: N818 -- to a user it is a ValueError
-    """The engines on all ranks refused an operation that already had a sequence number.
+    """Raised when all ranks' engines refuse an operation that already has a sequence number.
 
     The group remains usable.
     """

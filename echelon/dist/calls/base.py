@@ -178,7 +178,7 @@ class Calls:
         is_nested: bool = False,
         waits: bool = True,
     ) -> Work | None:
-        """Number, record and launch one operation. The caller must hold the group's turn.
+        """Number, record and launch one operation. The caller must hold the `Turn` of its kind.
 
         If `waits` is false, the caller must wait for the returned work.
         """

@@ -115,7 +115,7 @@ def nested(members: Members, operation: Operation) -> CollectiveError:
 
 
 def local_failure(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error for an operation that failed in this rank's own library."""
+    """Build the error for an operation that failed in a library on this rank."""
     text = f"{type(raised).__name__}: {raised}".replace("{", "{{").replace("}", "}}")
     return _of_this_rank(members, operation, f"rank {{rank}} failed: {text}")
 

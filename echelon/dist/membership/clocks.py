@@ -2,8 +2,8 @@
 
 Ranks that share rank 0's clock (on a single host, all ranks) do not need an offset. On every other
 host, one rank repeatedly asks rank 0 for the time, through the store's queues, and passes the
-offset to the other ranks on its host. Rank 0 computes how many questions to expect, and stops
-after the last question.
+offset to the other ranks on its host. Rank 0 computes how many questions to expect, and stops after
+the last question.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ Every rank's process answers the check on a separate thread with the number of c
 rank has called, so a rank that is still computing is considered late, never dead. The answer also
 reports what the rank is waiting for, so that a waiting rank is not blamed for another rank's fault.
 
-Neither a connection nor a store lease is evidence: a stopped rank keeps its connection, a
-live rank may lose its connection, and a lease may be out of date by as much as its duration (10 s
-by default).
+Neither a connection nor a store lease is evidence: a stopped rank keeps its connection, a live rank
+may lose its connection, and a lease may be out of date by as much as its duration (10 s by
+default).
 
 A rank that merely does not answer is reported as such, and is blamed only if no rank is known to be
 dead. When the store does not answer, the error reports this and does not blame any rank. Every
@@ -214,7 +214,7 @@ class Liveness:
         self._try(lambda store: store.delete_key(mark))  # after a failure others may read it
 
     def _try(self, ask: Callable[[Store], object]) -> None:
-        """Call the store with a short timeout; do nothing if it does not answer."""
+        """Call the store with a short timeout; ignore a store that does not answer."""
         with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
             ask(store)
 

@@ -1,4 +1,4 @@
-"""Match receives and messages by sender and tag.
+"""Match receives to messages by sender and tag.
 
 If several receives match a message, the receive that was posted first gets it. If several messages
 match a receive, the message that arrived first is taken.

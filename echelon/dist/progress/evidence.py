@@ -35,7 +35,7 @@ class Evidence(Protocol):
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Determine the ranks at fault, within 2.5 s.
+        """Return an error that names the ranks at fault, within 2.5 s.
 
         Args:
             operation: the operation that cannot complete.

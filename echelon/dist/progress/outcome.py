@@ -1,4 +1,4 @@
-"""Record the outcome of an operation for the threads that are waiting."""
+"""Record the outcome of an operation for the threads that wait for it."""
 
 from __future__ import annotations
 

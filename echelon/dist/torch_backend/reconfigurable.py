@@ -7,8 +7,8 @@ operations until the next configuration replaces it.
 
 [Note: ending a configuration] `abort` may be called while a thread is inside an operation, and
 while another thread is inside `configure`. Both are ended through GroupMaker, which can end the
-group in either phase. Releasing the group is left to the next `configure` or to `shutdown`,
-because the operations that were ended still have to report their errors.
+group in either phase. Releasing the group is left to the next `configure` or to `shutdown`, because
+the operations that were ended still have to report their errors.
 """
 
 from __future__ import annotations

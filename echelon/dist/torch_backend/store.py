@@ -103,7 +103,7 @@ class TorchStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """The address of torch's store, if known."""
+        """The "host:port" of torch's store or, if it has none, the store's type."""
         root = _root(self._store)
         host, port = getattr(root, "host", None), getattr(root, "port", None)
         return f"{host}:{port}" if host else f"torch's {type(root).__name__}"

@@ -76,7 +76,7 @@ class Swap:
         self._finished = threading.Event()
 
     def run(self) -> None:
-        """Wait for both the receive and the send. Runs on the mesh's thread."""
+        """Wait for both the receive and the send. Runs on the `_Swapper` thread."""
         try:
             self._wait_for_both()
         except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits
@@ -172,7 +172,7 @@ class Transport:
         self._swapper.close(_CLOSE_S)
 
     def break_off(self) -> None:
-        """Close the connections here and at the peers, even while operations are waiting on them.
+        """Close the connections at both ends, even while operations are waiting on them.
 
         Gloo has no call for this, but a receive that times out closes all connections. The Gloo
         object is never destroyed afterwards, because its destructor might block indefinitely.

@@ -40,7 +40,7 @@ class SharedMemory:
         self.map = mmap.mmap(fd, self.offset + engine_bytes, **options)
 
     def write_mark(self, rank: int, mark: bytes) -> None:
-        """Write a rank's mark, so that other ranks can recognise this memory."""
+        """Write a rank's mark, so that other ranks can verify that they share this memory."""
         self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES] = mark
 
     def read_mark(self, rank: int) -> bytes:

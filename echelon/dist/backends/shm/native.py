@@ -175,7 +175,7 @@ class NativeEngine:
         self._engine.abort()
 
     def close(self) -> None:
-        """Leave the group, unmap the shared memory and release the peers."""
+        """Leave the group, unmap the shared memory and release the peers' descriptors."""
         self._engine.close()
         self._peers.close()
         self._memory.close()

@@ -67,7 +67,7 @@ class Rings:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose rings were full and now have space again."""
+        """Return the peers whose rings were full and have space again."""
         free = self._has_room()
         self._full.difference_update(free)
         return free

@@ -122,7 +122,7 @@ class Segment:
         return int(self.words[rank * CONTROL_BYTES // 4 + _ENDED_OFFSET // 4])
 
     def close(self) -> None:
-        """Release the shared memory."""
+        """Release the views of the shared memory."""
         self.words.release()
         self._view.release()
         del self._bytes

@@ -59,7 +59,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Create a group's engine; every member must call this.
 
     Raises:
-        ValueError: the library is already loaded for a different kind of memory.
+        ValueError: the library cannot be loaded, or is already loaded for another kind of device.
         CollectiveTimeoutError: some members did not join within `timeout_s`.
     """
     device = members.device or ("xpu" if _has_gpu() else "cpu")

@@ -1,4 +1,4 @@
-"""Group the operations of a `coalesce()` block into lists that may each run concurrently."""
+"""Split the operations of a `coalesce()` block into groups; each group may run concurrently."""
 
 from __future__ import annotations
 
