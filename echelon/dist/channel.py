@@ -72,12 +72,12 @@ class Channel:
 
         The method blocks until the other end opens the channel or uses it in both directions, or
         until the timeout. A rank with several channels should open all of them with `async_op`
-        before it waits. For host arrays, the method returns at once. If `open` is not called, the
-        first message in each direction connects that direction.
+        before it waits. For host arrays, the method returns immediately. If `open` is not called,
+        the first message in each direction connects that direction.
 
         Args:
             like: an array on the device; it is neither read nor written.
-            async_op: whether to return a `Work` at once instead of blocking.
+            async_op: whether to return a `Work` immediately instead of blocking.
             timeout_s: the timeout for this call; None means the group's timeout.
 
         Raises:
@@ -97,7 +97,7 @@ class Channel:
 
         Args:
             x: an array of any shape.
-            async_op: whether to return a `Work` at once instead of blocking.
+            async_op: whether to return a `Work` immediately instead of blocking.
             timeout_s: the timeout for this operation; None means the group's timeout.
         """
         data = view(x, "x", writable=False)
@@ -111,7 +111,7 @@ class Channel:
         Args:
             x: an array of any shape. Its dtype and number of elements must match those of the array
                 sent.
-            async_op: whether to return a `Work` at once instead of blocking.
+            async_op: whether to return a `Work` immediately instead of blocking.
             timeout_s: the timeout for this operation; None means the group's timeout.
         """
         data = view(x, "x", writable=True)

@@ -41,7 +41,7 @@ class ProcessGroup(Collectives, PointToPoint):
     After any of the last three errors, the group can no longer be used, and later calls raise an
     error that mentions the first error. Several threads may make calls at the same time, but the
     order of the calls must be the same on all ranks. With `async_op=True`, a call returns a `Work`
-    at once, and `Work.wait` raises the errors.
+    immediately, and `Work.wait` raises the errors.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks

@@ -151,7 +151,7 @@ def init(
     After `shutdown`, a program may call `init` again with the same store if every rank does so.
 
     In a process that takes the place of a lost rank (`echelon run --on-loss replace`), the call
-    returns at once. The world already has its full size and its rank numbers, but refuses all
+    returns immediately. The world already has its full size and its rank numbers, but refuses all
     operations until `resilient.run` has let the process join the other ranks.
 
     Args:

@@ -95,8 +95,8 @@ _current: _Stop | None = None
 def stop_on_signals(*signals: int) -> None:
     """Stop all ranks when any rank receives one of these signals.
 
-    The installed handlers replace the default action. Every rank must call this function on its main
-    thread before it first calls `should_stop`. `shutdown` restores the previous handlers.
+    The installed handlers replace the default action. Every rank must call this function on its
+    main thread before it first calls `should_stop`. `shutdown` restores the previous handlers.
 
     Args:
         signals: SIGTERM if none are given. Some schedulers send a different signal as a warning

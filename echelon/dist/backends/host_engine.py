@@ -86,7 +86,7 @@ class HostEngine(ABC):
         return self._post(transfer)
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a no-op context manager, because submitted operations start at once."""
+        """Return a no-op context manager, because submitted operations start immediately."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

@@ -187,7 +187,7 @@ class Engine(Protocol):
         """True if a signal handler may nest collectives of the group."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the engine cannot carry out this kind of operation, or "". Never blocks."""
+        """Return the reason the engine refuses this kind of operation, or "". Never blocks."""
 
     def prepare(self, operation: Operation) -> None:
         """Check conditions that `refuses` cannot check, such as the device index of the arrays.
@@ -208,7 +208,7 @@ class Engine(Protocol):
         """
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
-        """Start one operation and return at once. The caller must keep the arrays alive.
+        """Start one operation and return immediately. The caller must keep the arrays alive.
 
         Raises:
             Exception: the operation could not be started. The table at the top of this module lists

@@ -88,7 +88,7 @@ class Router:
         return self._engines.get(device)
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host engine refuses this kind of operation, or ""."""
+        """Return the reason the host engine refuses this kind of operation, or ""."""
         engine = self._messages if kind in ("send", "recv") else self._host
         return engine.refuses(kind, dtype, reduce_op)
 

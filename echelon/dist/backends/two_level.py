@@ -59,7 +59,7 @@ from echelon.store import PrefixStore
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend, or "" if it can."""
+    """Return the reason this machine cannot run the backend, or "" if it can."""
     return shm.not_ready() or gloo.not_ready()
 
 

@@ -1,8 +1,9 @@
 """Define the collectives of a group.
 
 Every call has two forms. By default, the call blocks until the operation has ended on this rank.
-With `async_op=True`, it returns a `Work` at once. The docstring of `ProcessGroup` describes what
-all calls have in common: which ranks must make them, which arrays they accept, and what they raise.
+With `async_op=True`, it returns a `Work` immediately. The docstring of `ProcessGroup` describes
+what all calls have in common: which ranks must make them, which arrays they accept, and what they
+raise.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Collectives(Calls):
                 integers is their sum divided by the number of ranks and truncated toward zero; the
                 sum wraps around at the width of the dtype. On bool, sum is "or", prod is "and", and
                 there is no avg.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
 
         Returns:
@@ -103,7 +104,7 @@ class Collectives(Calls):
             x: any shape, the same on all ranks.
             root: rank within this group that receives the result.
             op: as for `all_reduce`.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
@@ -164,7 +165,7 @@ class Collectives(Calls):
             x: [n, ...], the same shape on all ranks or, with `output_splits`, [output_splits[rank],
                 ...]. May be exactly this rank's shard of `out`, but must not otherwise overlap
                 `out`.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
             output_splits: number of rows (dim 0) from each rank, the same on all ranks; None means
                 equal splits.
@@ -239,7 +240,7 @@ class Collectives(Calls):
             x: [size * n, ...] or, with `input_splits`, [sum(input_splits), ...]; the same shape on
                 all ranks.
             op: as for `all_reduce`.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
             input_splits: number of rows (dim 0) that each rank receives, the same on all ranks;
                 None means equal splits.
@@ -284,7 +285,7 @@ class Collectives(Calls):
         Args:
             x: any shape, with the same dtype and number of elements on all ranks.
             root: rank within this group whose array is copied.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
@@ -346,7 +347,7 @@ class Collectives(Calls):
             output_splits: number of rows that each rank sends to this rank; None means equal
                 splits.
             input_splits: number of rows to send to each rank; None means equal splits.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         source = view(x, "x", writable=False)
@@ -402,7 +403,7 @@ class Collectives(Calls):
             out: on `root`, [size * n, ...] with the dtype of `x`; None on the other ranks.
             x: [n, ...], the same shape on all ranks.
             root: rank within this group that receives the arrays.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
@@ -453,7 +454,7 @@ class Collectives(Calls):
             out: [n, ...], the same shape on all ranks.
             x: on `root`, [size * n, ...] with the dtype of `out`; None on the other ranks.
             root: rank within this group whose `x` is scattered.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
@@ -478,7 +479,7 @@ class Collectives(Calls):
         """Block until every rank of the group has called `barrier`.
 
         Args:
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         return self._collective("barrier", None, None, timeout_s=timeout_s, async_op=async_op)

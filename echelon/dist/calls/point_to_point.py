@@ -52,7 +52,7 @@ class PointToPoint(Calls):
             x: any shape.
             to: the receiver's rank within this group; must not be this rank.
             tag: a number from 0 to 2^31 - 3 that the receiver also uses.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         to = self._check_peer(to, "to")
@@ -107,7 +107,7 @@ class PointToPoint(Calls):
             source: the sender's rank within this group; None accepts the first message with the tag
                 from any rank.
             tag: the sender's tag.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
 
         Returns:

@@ -19,7 +19,7 @@ from echelon.store import PrefixStore
 
 
 def refusal(device: str, *, is_staged: bool) -> str:
-    """Return why this rank cannot transfer arrays on this kind of device, or "" if it can.
+    """Return the reason this rank cannot transfer arrays on this kind of device, or "" if it can.
 
     The check is local to this rank.
 

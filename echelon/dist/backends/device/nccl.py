@@ -29,7 +29,7 @@ _PACKAGES = ("nccl4py", "cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend, or "" if it can."""
+    """Return the reason this machine cannot run the backend, or "" if it can."""
     for name in ("nccl", "torch"):
         if importlib.util.find_spec(name) is None:
             return f"needs {name}: pip install '.[nccl,torch]'"

@@ -142,7 +142,7 @@ class DevicePending:
         """Block until the operation is queued, and make the caller's streams wait for it.
 
         The first operation on a group may block until the other ranks have issued it too. For a
-        detached operation, the method returns at once.
+        detached operation, the method returns immediately.
         """
         if self.is_detached:  # made from a copy, and no result comes of it
             return True
@@ -185,7 +185,7 @@ class DonePending:
         self.ended_mono_ns = time.monotonic_ns()
 
     def wait(self, timeout_s: float | None) -> bool:  # noqa: ARG002
-        """Return at once."""
+        """Return immediately."""
         return True
 
 

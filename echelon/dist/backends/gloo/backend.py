@@ -54,7 +54,7 @@ _CONNECTION = re.compile(
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend, or "" if it can."""
+    """Return the reason this machine cannot run the backend, or "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "needs torch, whose build of Gloo it uses: pip install '.[torch]'"
     return ""

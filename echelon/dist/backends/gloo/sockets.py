@@ -222,7 +222,7 @@ class Sockets:
                 os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Close every connection; the peers detect this at once."""
+        """Close every connection; the peers detect this immediately."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -337,7 +337,7 @@ def _hello(secret: bytes, sender: int, receiver: int) -> bytes:
 
 
 def _end_of(one: socket.socket) -> str:
-    """Return why a write-only connection has ended, or "" if it has not."""
+    """Return the reason a write-only connection has ended, or "" if it has not."""
     try:
         return "the peer sent unexpected bytes" if one.recv(1) else "the peer closed the connection"
     except _NOT_NOW:

@@ -160,7 +160,7 @@ class NativeEngine:
         return dict(self._engine.statistics())
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a no-op context manager, because submitted operations start at once."""
+        """Return a no-op context manager, because submitted operations start immediately."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

@@ -108,7 +108,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return why a rank has left and which ranks it blames, or (0, []) for a current member."""
+        """Return the reason a rank left and the ranks it blames; (0, []) for a current member."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:

@@ -51,7 +51,7 @@ _BYTE = library.DTYPES["uint8"]
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend, or "" if it can."""
+    """Return the reason this machine cannot run the backend, or "" if it can."""
     return library.check("xpu" if _has_gpu() else "cpu")
 
 
@@ -198,7 +198,7 @@ class XcclEngine:
         }
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Return why messages are refused, or "" for other operations."""
+        """Return the reason messages are refused, or "" for other operations."""
         if kind in ("send", "recv"):
             return "has no messages on the host: oneCCL's CPU plugin crashes in them"
         return ""

@@ -16,7 +16,7 @@ _ON_BOOL = {"bor": "max", "max": "max", "band": "min", "min": "min"}
 
 
 def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> str:
-    """Return why the library cannot carry out this kind of operation, or "" if it can.
+    """Return the reason the library cannot run this kind of operation, or "" if it can.
 
     bool arrays are reduced as bytes: "or" as the maximum, and "and" as the minimum.
     """

@@ -68,7 +68,7 @@ class StagedEngine:
         self._is_closed = False
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host engine cannot carry out this kind of operation, or "" if it can."""
+        """Return the reason the host engine refuses this kind of operation, or ""."""
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:

@@ -86,7 +86,7 @@ class StreamEngine:
     # ---- what can be carried ----
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the library cannot carry out this kind of operation, or "" if it can."""
+        """Return the reason the library cannot run this kind of operation, or "" if it can."""
         return refuses(self._library, kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
