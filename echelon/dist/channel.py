@@ -1,7 +1,7 @@
 """Provide independent, ordered connections between two ranks.
 
-A channel is a negative tag, which user messages cannot have. The two ends agree on the tag through
-the store, so neither end waits for the other.
+A negative tag, which user messages cannot have, identifies a channel. The two ends agree on the tag
+through the store, so neither end waits for the other.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _LAST_TAG = -(1 << 31)
 
 
 class ChannelTags:
-    """The tags of one group's channels."""
+    """The allocator of one group's channel tags."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        """Create the tags. `store` is a part of the store that only these channels use."""
+        """Allocate tags through `store`, a view of the store reserved for the group's channels."""
         self._store = store
         self._rank = rank
         self._known: dict[tuple[int, str], int] = {}
         self._lock = threading.Lock()
 
     def tag(self, peer: int, name: str) -> int:
-        """Return the tag of a channel, which is the same at both ends.
+        """Return a channel's tag, which is the same at both ends.
 
         Raises:
             StoreError: the store does not answer.
@@ -72,12 +72,12 @@ class Channel:
 
         The method blocks until the other end opens the channel or uses it in both directions, or
         until the timeout. A rank with several channels should open all of them with `async_op`
-        before it waits. For host arrays, the method returns at once. If `open` is not called, the
-        first message in each direction connects that direction.
+        before it waits. For host arrays, the method returns immediately. If `open` is not called,
+        the first message in each direction connects that direction.
 
         Args:
             like: an array on the device; it is neither read nor written.
-            async_op: whether to return a `Work` at once instead of blocking.
+            async_op: whether to return a `Work` immediately instead of blocking.
             timeout_s: the timeout for this call; None means the group's timeout.
 
         Raises:
@@ -92,12 +92,12 @@ class Channel:
     def send(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Send `x` to the other end, which must receive it with the same dtype and size.
 
-        The call may return before the other end has called `recv`. When the call has returned, `x`
-        may be modified.
+        The call may return before the other end has called `recv`. Once the operation has ended,
+        `x` may be modified.
 
         Args:
             x: an array of any shape.
-            async_op: whether to return a `Work` at once instead of blocking.
+            async_op: whether to return a `Work` immediately instead of blocking.
             timeout_s: the timeout for this operation; None means the group's timeout.
         """
         data = view(x, "x", writable=False)
@@ -111,7 +111,7 @@ class Channel:
         Args:
             x: an array of any shape. Its dtype and number of elements must match those of the array
                 sent.
-            async_op: whether to return a `Work` at once instead of blocking.
+            async_op: whether to return a `Work` immediately instead of blocking.
             timeout_s: the timeout for this operation; None means the group's timeout.
         """
         data = view(x, "x", writable=True)

@@ -1,4 +1,4 @@
-"""Recognize torch's DTensors without loading the module that defines them."""
+"""Detect torch DTensors without importing the module that defines them."""
 
 from __future__ import annotations
 

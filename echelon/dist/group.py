@@ -1,4 +1,4 @@
-"""Define ProcessGroup; its calls on arrays are in `calls/`."""
+"""Define `ProcessGroup`; its array operations are in `calls/`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 class ProcessGroup(Collectives, PointToPoint):
     """A set of ranks that communicate. Use `init`, `new_group` or `split` to create a group.
 
-    Every call except `send` and `recv` is collective: all members must make the same calls in the
-    same order. Arrays may be NumPy arrays, torch tensors, CuPy arrays or other DLPack arrays, and
-    must be contiguous. Results are written in place. `root`, `to` and `source` are ranks within the
-    group. Calls raise
+    All operations except `send` and `recv` are collective: all members must make the same calls in
+    the same order. Arrays may be NumPy arrays, torch tensors, CuPy arrays or other DLPack arrays,
+    and must be contiguous. Results are written in place. `root`, `to` and `source` are ranks within
+    the group. Calls raise
 
     * ValueError, before anything is sent, if an argument is not supported;
     * CollectiveMismatchError, on every rank, if members made different calls;
@@ -41,7 +41,7 @@ class ProcessGroup(Collectives, PointToPoint):
     After any of the last three errors, the group can no longer be used, and later calls raise an
     error that mentions the first error. Several threads may make calls at the same time, but the
     order of the calls must be the same on all ranks. With `async_op=True`, a call returns a `Work`
-    at once, and `Work.wait` raises the errors.
+    immediately, and `Work.wait` raises the errors.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -93,7 +93,7 @@ class ProcessGroup(Collectives, PointToPoint):
     # ---- objects ----
 
     def broadcast_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> Any:
-        """Return the object of `root` on every rank. The object must be plain data.
+        """Return `root`'s object on every rank. The object must be plain data.
 
         Plain data is None, bool, numbers, str, bytes, lists and dicts; a tuple arrives as a list.
         The method blocks until the root has called it.
@@ -159,8 +159,8 @@ class ProcessGroup(Collectives, PointToPoint):
         """Launch the operations called inside the block together, and wait for them at its end.
 
         If the block raises an exception, no operations are launched on a device. If an operation
-        was called before the exception, the group is also ended, because other ranks may have
-        launched their operations.
+        was called before the exception, the group also ends, because other ranks may have launched
+        their operations.
         """
         if self._batch() is not None:
             raise ValueError("coalesce() cannot be nested")
@@ -216,8 +216,8 @@ class ProcessGroup(Collectives, PointToPoint):
         """Return an independent, ordered channel to another rank.
 
         Both ends must call this method, but neither end waits for the other. The first use of a
-        name accesses the store. The same name always gives the same channel. A channel carries both
-        host and device arrays; `Channel.open` prepares it for a device.
+        name accesses the store. The same name always refers to the same channel. A channel carries
+        both host and device arrays; `Channel.open` prepares it for a device.
 
         Args:
             peer: the rank within this group at the other end.
@@ -248,9 +248,9 @@ class ProcessGroup(Collectives, PointToPoint):
     def close(self) -> None:
         """End the group on this rank and release its resources. Calling this twice is safe.
 
-        The method takes at most 1 s and does not contact other ranks. Calls on ranks that still
-        need this rank raise PeerLostError. A signal handler may close the group during one of the
-        group's calls; that call then ends.
+        The method takes at most 1 s and does not contact other ranks. Operations on other ranks
+        that still need this rank raise PeerLostError. A signal handler may close the group during
+        one of the group's calls; that call then ends.
         """
         self._state.close()
 

@@ -3,9 +3,9 @@
 Training on the CPU allocates and frees hundreds of megabytes in every step. By default, glibc
 returns much of this memory to the system, and every page is then faulted in and zeroed again. With
 85M parameters, this took a sixth of the step's CPU time (see docs/benchmarks/sharding.md). Sharding
-and pipelines on the host therefore ask glibc to keep its memory. The peak resident memory is up to
-a third larger than the tensors (docs/planner.md, "How far off it was"). To save memory at the
-expense of time, set MALLOC_MMAP_THRESHOLD_=131072 in the program's environment.
+and pipelines on the host therefore ask glibc to keep its memory. Peak resident memory then exceeds
+the size of the tensors by up to a third (docs/planner.md, "How far off it was"). To save memory at
+the expense of time, set MALLOC_MMAP_THRESHOLD_=131072 in the program's environment.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class GroupMaker:
         self._may_end = False
 
     def watch_members(self) -> None:
-        """Declare that `end` may be called."""
+        """Declare that `end` may be called; group creation then checks for it."""
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
@@ -103,7 +103,7 @@ class GroupMaker:
 
         Args:
             ranks: global ranks, in group order.
-            store: the part of the store that is reserved for the group.
+            store: a view of the store reserved for the group.
             timeout_s: the timeout for this call and for the group's operations.
             facts: the `process_identity` of each member. None makes the members exchange their
                 identities first; a death during the exchange is not detected.
@@ -162,7 +162,7 @@ class GroupMaker:
         return check
 
     def _meet(self, members: Members, store: PrefixStore, deadline_s: float) -> Facts:
-        """Return the process and the host of every member, in group order."""
+        """Return the `process_identity` of every member, in group order."""
         mine = process_identity()
         if members.size == 1:
             return [mine]
@@ -172,7 +172,7 @@ class GroupMaker:
         return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
-        """Have the watcher's thread close a group that was deleted without being closed.
+        """Close a group that was deleted without being closed, on the watcher's thread.
 
         The group is kept if its library requires all ranks to close it together.
         """
@@ -191,7 +191,7 @@ class GroupMaker:
         return next((error for error in errors if error is not None), None)
 
     def change_timeout(self, before_s: float, timeout_s: float) -> None:
-        """Set the timeout of all groups except those to which the program gave another one."""
+        """Set the timeout of all groups whose timeout is still `before_s`."""
         with self._adding:
             groups = list(self._groups)
         for group in groups:

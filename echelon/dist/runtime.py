@@ -90,7 +90,7 @@ class _World:
     def regroup(
         self, ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float
     ) -> ProcessGroup:
-        """Create a new world group, with keys of its own in the store."""
+        """Create a new world group that uses its own prefix in the store."""
         self.store = PrefixStore(f"epoch_{epoch}", self._whole_store)
         self.maker.begin(epoch)
         self.num_made = 0
@@ -151,7 +151,7 @@ def init(
     After `shutdown`, a program may call `init` again with the same store if every rank does so.
 
     In a process that takes the place of a lost rank (`echelon run --on-loss replace`), the call
-    returns at once. The world already has its full size and its rank numbers, but refuses all
+    returns immediately. The world already has its full size and its rank numbers, but refuses all
     operations until `resilient.run` has let the process join the other ranks.
 
     Args:
@@ -276,7 +276,7 @@ def leave_groups() -> None:
 
 
 def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) -> ProcessGroup:
-    """Create a new world from some of this world's ranks. Messages show the old rank numbers.
+    """Create a new world from some of this world's ranks. Errors show the old rank numbers.
 
     Every rank of the new world must call this function. The call blocks until all of these ranks
     have joined.
@@ -298,7 +298,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) ->
 def set_timeout(timeout_s: float) -> None:
     """Set the timeout of this world, its groups, and all groups created later.
 
-    Groups to which the program gave another timeout keep it.
+    Groups whose timeout the program has changed keep that timeout.
 
     Raises:
         ValueError: there is no world.
@@ -328,7 +328,7 @@ def end_world(error: CollectiveError, epoch: int) -> None:
 
 
 def is_between_worlds() -> bool:
-    """Return whether this process has left its groups and not yet joined a new world.
+    """Return whether this process has left its groups but not yet joined a new world.
 
     Raises:
         ValueError: there is no world.
@@ -402,7 +402,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first and raise any exception from `action` at the end."""
+    """Make `shutdown` call `action` first and re-raise any exception from it at the end."""
     _before_shutdown.append(action)
     return action
 
@@ -498,7 +498,7 @@ def _stand_by(
 
 
 def _attempt(rendezvous: Rendezvous, connection: TCPStore | MemoryStore) -> PrefixStore:
-    """Return the part of the store that belongs to this attempt."""
+    """Return this attempt's view of the store."""
     return PrefixStore(rendezvous.namespace or "echelon/solo", connection)
 
 
@@ -536,7 +536,7 @@ def _meet(
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
-    """Return this clock's offset from rank 0's, or None if it could not be measured."""
+    """Return this clock's offset from rank 0's; None on one host or if measuring it fails."""
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None
     try:

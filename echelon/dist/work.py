@@ -22,8 +22,8 @@ class Work:
         operation: the operation that was called.
         pending: the engine's handle for the operation.
         watch: the limits of the operation.
-        record: the number of the operation in the black box.
-        is_settled: whether the end of the operation was recorded.
+        record: the operation's number in the black box.
+        is_settled: True once the end of the operation has been recorded.
         failure: the error of a settled operation; None if it succeeded.
 
     Example:
@@ -85,7 +85,9 @@ class Work:
         return int(getattr(self.pending, "source", -1))
 
     def wait(self, timeout_s: float | timedelta | None = None) -> None:
-        """Block until the operation has ended.
+        """Block until the operation has ended or, on a device, is queued.
+
+        For a device operation, the caller's streams then wait for the operation.
 
         Args:
             timeout_s: how long to wait. None means the operation's own timeout; with 0, the call

@@ -1,1 +1,1 @@
-"""Let one rank request an action that all ranks carry out in the same call."""
+"""Let one rank request an action that all ranks carry out at the same call."""

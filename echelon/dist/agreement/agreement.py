@@ -40,7 +40,7 @@ _ANSWERED = "answered"
 
 
 class Agreement:
-    """One rank's part in an agreement, created by `runtime.agree_on_calls`.
+    """One rank's handle on an agreement, created by `runtime.agree_on_calls`.
 
     Attributes:
         reason: the reason given by the first rank to ask; set once the ranks have agreed on a call.
@@ -84,7 +84,7 @@ class Agreement:
         self._wish = reason
 
     def reached(self) -> bool:
-        """Count a call; return True if the ranks have agreed on it. Blocks only to reach agreement.
+        """Count this call; return True if the ranks agreed on it. Blocks only to reach agreement.
 
         Every rank must call this method the same number of times. The first call after `ask`
         publishes the request.
@@ -105,11 +105,11 @@ class Agreement:
 
     @property
     def is_closed(self) -> bool:
-        """True once the agreement was closed, for example because its ranks left their groups."""
+        """True once the agreement has been closed, such as when this rank left its groups."""
         return self._is_closed
 
     def unanswered(self) -> str:
-        """Return a pending request from any rank, or "" if there is none.
+        """Return a pending request from any rank, or "" if no request is pending.
 
         May be called after `close`.
 

@@ -11,8 +11,9 @@ The signal handler only records the signal; the next call to `should_stop` publi
 ends the process.
 
 [Note: a stop and a loss] Ranks that continue after a loss count their calls from zero, in a new
-agreement for their new world. Some of these ranks may not know of a stop yet. In the new agreement,
-each rank therefore repeats any request that it knows of, and all ranks stop at the same call.
+agreement for their new world. Some of these ranks may not have received a stop request yet. In the
+new agreement, each rank therefore repeats any request that it has received, and all ranks stop at
+the same call.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ _current: _Stop | None = None
 def stop_on_signals(*signals: int) -> None:
     """Stop all ranks when any rank receives one of these signals.
 
-    The signals' default action is disabled. Every rank must call this function on its main thread
-    before it first calls `should_stop`. `shutdown` restores the previous handlers.
+    The installed handlers replace the default action. Every rank must call this function on its
+    main thread before it first calls `should_stop`. `shutdown` restores the previous handlers.
 
     Args:
         signals: SIGTERM if none are given. Some schedulers send a different signal as a warning
@@ -174,7 +175,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return a description of the stop request, such as "rank 2: SIGTERM", or "" if there is none.
+    """Return the reason for the stop, such as "rank 2: SIGTERM", or "" before a stop.
 
     Example:
         >>> stop_reason()

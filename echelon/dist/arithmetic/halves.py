@@ -1,7 +1,7 @@
 """Convert float16, and bfloat16 stored as uint16, to float32 and back.
 
-Values are rounded to nearest even, and every NaN becomes a quiet NaN. If torch is loaded, it does
-the conversion, 10 to 20 times as fast as NumPy.
+Values are rounded to nearest even, and every NaN becomes a quiet NaN. If torch is loaded, it
+performs the conversion, 10 to 20 times as fast as NumPy.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _KINDS = frozenset({"all_reduce", "reduce", "reduce_scatter", "all_gather", "bro
 
 
 def pack(operation: Operation) -> Flat:
-    """Return the bytes to send: the operation's number, its call and, if small, its data.
+    """Return the bytes to send: the operation's number and call and, if small, its data.
 
     The length is the same for every operation, so that differing calls can be compared.
     """

@@ -1,4 +1,4 @@
-"""Reduce the ranks' parts in rank order, in C if the extension was built, otherwise with NumPy."""
+"""Reduce the ranks' arrays in rank order, in C if the extension was built, otherwise with NumPy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reduce the ranks' parts in rank order with NumPy.
+"""Reduce the ranks' arrays in rank order with NumPy.
 
 The fixed order makes the result bitwise identical on every rank and in every run. 16-bit floats are
 accumulated in float32 and rounded once, to nearest even. Integer sums wrap around at the width of
-their dtype. An average of integers is the sum divided by the number of parts and truncated toward
+their dtype. An average of integers is the sum divided by the number of ranks and truncated toward
 zero, as in NCCL. The average is wrong if the sum wraps around.
 """
 
@@ -29,9 +29,9 @@ _BLOCK = 1 << 16  # elements; the widened block of each part stays in the second
 
 
 def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str) -> None:
-    """Reduce the ranks' `parts` into `target`. All arrays have the same length and dtype.
+    """Reduce `parts`, one array per rank, into `target`. All arrays have the same length and dtype.
 
-    `target` may share memory with one of the parts.
+    `target` may share memory with one of `parts`.
     """
     if dtype in HALVES and reduce_op not in ("band", "bor", "bxor"):
         for start in range(0, len(target), _BLOCK):
@@ -55,7 +55,7 @@ def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str)
 
 
 def divide(data: Flat, count: int, dtype: str) -> None:
-    """Divide sums by the number of parts, in place; integer results are truncated toward zero.
+    """Divide sums by `count` in place; integer results are truncated toward zero.
 
     Args:
         data: [numel], of any dtype that can be averaged, except 16-bit floats.

@@ -56,13 +56,13 @@ def convert(dtype: str, out: Flat, data: Flat) -> None:
 
 
 class Scratch:
-    """Reusable memory for the steps of an operation. Large buffers are not kept."""
+    """Reusable memory for the steps of an operation. Buffers above 4 MiB are not reused."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Flat] = {}
 
     def take(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return the named buffer, of shape [length]. Its previous contents are lost."""
+        """Return the named buffer, of shape [length], with undefined contents."""
         num_bytes = length * np.dtype(dtype).itemsize
         if num_bytes > _MOST_KEPT_BYTES:
             return np.empty(length, dtype)

@@ -1,6 +1,6 @@
 """Provide the base class that the pure-Python, gloo and two-level engines share.
 
-One thread runs the collectives in order (progress/serial.py), and another runs the messages
+One thread runs the collectives in order (progress/serial.py), and another transfers messages
 (messages/driver.py). Each thread starts when it is first needed. Callers only wait, so even a
 signal handler may call any operation.
 """
@@ -86,7 +86,7 @@ class HostEngine(ABC):
         return self._post(transfer)
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context manager that does nothing: submitted operations start at once."""
+        """Return a no-op context manager, because submitted operations start immediately."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

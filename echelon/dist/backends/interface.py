@@ -13,11 +13,11 @@ Failure: an engine raises what it observed, and `GroupState` decides what it mea
 | raised | meaning |
 |---|---|
 | an error from `errors.mismatch` | the engine compared the ranks' calls, and they differ |
-| an error from `errors.build` | the engine itself knows which ranks are late or dead |
+| an error from `errors.build` | the engine itself determined which ranks are late or dead |
 | `EndedElsewhere` | another operation ended this one; the other rank's error may be more precise |
 | `ConnectionBroken` | a connection broke; the group determines which rank is dead |
 | `Refused` | all ranks refuse the operation in the same way; the group remains usable |
-| whatever `watch.check()` raised | the group ended, or the operation's deadline passed |
+| an exception from `watch.check()` | the group ended, or the operation's deadline passed |
 | any other exception | a library failed on this rank; all ranks report the error |
 
 A plug-in's factory is `create(members, store, timeout_s) -> Engine`; see `registry`.
@@ -38,7 +38,7 @@ CHECK_EVERY_S = 0.1  # the longest time between two calls of `Watch.check` in a 
 
 
 class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user sees
-    """One of the engine's connections broke, or was closed by the rank at the other end.
+    """Raised when a connection of the engine breaks, or the rank at the other end closes it.
 
     Attributes:
         peer: the group rank at the other end; None if the engine's library does not report it.
@@ -50,7 +50,7 @@ class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user see
 
 
 class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
-    """An operation ended because an operation on another rank timed out.
+    """Raised when an operation ends because an operation on another rank timed out.
 
     Attributes:
         error: the error to report, unless the other rank has a more precise error.
@@ -62,7 +62,7 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
 
 
 class Refused(ValueError):  # noqa: N818 -- to a user it is a ValueError
-    """The engines on all ranks refused an operation that already had a sequence number.
+    """Raised when all ranks' engines refuse an operation that already has a sequence number.
 
     The group remains usable.
     """
@@ -184,10 +184,10 @@ class Engine(Protocol):
 
     @property
     def nests(self) -> bool:
-        """True if operations may be nested."""
+        """True if a signal handler may nest collectives of the group."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the engine cannot carry out this kind of operation, or "". Never blocks."""
+        """Return the reason the engine refuses this kind of operation, or "". Never blocks."""
 
     def prepare(self, operation: Operation) -> None:
         """Check conditions that `refuses` cannot check, such as the device index of the arrays.
@@ -208,7 +208,7 @@ class Engine(Protocol):
         """
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
-        """Start one operation and return at once. The caller must keep the arrays alive.
+        """Start one operation and return immediately. The caller must keep the arrays alive.
 
         Raises:
             Exception: the operation could not be started. The table at the top of this module lists
@@ -216,7 +216,7 @@ class Engine(Protocol):
         """
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context in which operations are batched, if the library supports batching."""
+        """Return a context manager that batches operations, if the library supports batching."""
 
     def cut(self, reason: CollectiveError | None) -> None:
         """Abort all local work: every wait in the engine, on any thread, raises an error.

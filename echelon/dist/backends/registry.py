@@ -36,7 +36,7 @@ Create = Callable[[Members, PrefixStore, float], Engine]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether a backend can run here and, if it cannot, the `reason`."""
+    """A backend's availability on this machine, with the `reason` if it is not ready."""
 
     name: str
     ready: bool
@@ -46,7 +46,7 @@ class Status:
 
 
 def create(name: str, members: Members, store: PrefixStore, timeout_s: float) -> Engine:
-    """Create the backend `name` for a group; every member must call this.
+    """Create a group's engine from the backend `name`; every member must call this.
 
     Raises:
         ValueError: the backend does not exist or cannot run here.
@@ -66,7 +66,7 @@ def check_name(name: str) -> None:
     """Check that a backend of this name exists.
 
     Raises:
-        ValueError: there is no such backend; the error lists the known backends.
+        ValueError: the backend does not exist; the error lists the known backends.
     """
     _find(name)
 

@@ -3,9 +3,9 @@
 A group has several engines in three cases:
 
 * Its backend is a host backend, and the program passes device arrays. All ranks create a device
-  engine during the first collective on such an array, after they have compared their calls. In
-  groups of `init(None)` the device engine uses the device's library (see `device/choose.py`); in
-  other groups it copies the arrays and uses the host engine.
+  engine during the first collective on such an array, after they have compared their calls. After
+  `init(None)`, the device engine uses the device's library (see `device/choose.py`); otherwise it
+  copies the arrays and uses the host engine.
 * Its backend is a device backend ("nccl"). The group has a device engine from the start, and a host
   engine for objects, barriers and host arrays.
 * Its backend does not support messages. Another host engine then transfers the messages. (oneCCL's
@@ -88,7 +88,7 @@ class Router:
         return self._engines.get(device)
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host engine refuses this kind of operation, or ""."""
+        """Return the reason the host engine refuses this kind of operation, or ""."""
         engine = self._messages if kind in ("send", "recv") else self._host
         return engine.refuses(kind, dtype, reduce_op)
 
@@ -134,7 +134,7 @@ class Router:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Return a context in which operations are batched, if an engine supports batching."""
+        """Batch the operations called inside the block in the engines that support batching."""
         with contextlib.ExitStack() as stack:
             for engine in self._all():
                 stack.enter_context(engine.batch())

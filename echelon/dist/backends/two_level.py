@@ -1,19 +1,19 @@
 """Provide the shm+gloo backend: shared memory within a host, and Gloo between hosts.
 
-With L ranks on each of H hosts and n bytes per array ("inside" means within each host, "across"
-means between hosts):
+With L ranks on each of H hosts and n bytes per array (the code calls the intra-host level "inside"
+and the inter-host level "across"):
 
-    all_reduce       reduce_scatter inside, all_reduce of n/L across, all_gather inside
-    reduce_scatter   reduce_scatter inside, then reduce_scatter of the sums across
-    all_gather       all_gather across, all_gather inside
-    broadcast        across from the root, then inside on each host
-    messages         shared memory inside, Gloo across; an any-source receive runs on both levels,
-        and one of them receives the message (see messages/either.py)
+    all_reduce       intra-host reduce_scatter, inter-host all_reduce of n/L, intra-host all_gather
+    reduce_scatter   intra-host reduce_scatter, then inter-host reduce_scatter of the sums
+    all_gather       inter-host all_gather, then intra-host all_gather
+    broadcast        inter-host broadcast from the root, then intra-host broadcast on each host
+    messages         shared memory within a host, Gloo between hosts; an any-source receive runs on
+        both levels, and one of them receives the message (see messages/either.py)
 
 Each byte thus crosses the network once per host rather than once per rank. Some operations use a
-single Gloo mesh of all ranks instead: all_to_all, gather, scatter, parts of unequal size, and sums
-in rank order. Groups with one rank per host, or with unequal numbers of ranks per host, also use
-this mesh.
+single Gloo mesh of all ranks instead: all_to_all, gather, scatter, collectives with uneven splits,
+and sums in rank order. Groups with one rank per host, or with unequal numbers of ranks per host,
+also use this mesh.
 
 The ranks' calls are compared on both levels, first within each host and then between hosts. Every
 rank can therefore name a mismatching rank on any host.
@@ -59,7 +59,7 @@ from echelon.store import PrefixStore
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend, or "" if it can."""
+    """Return the reason this machine cannot run the backend, or "" if it can."""
     return shm.not_ready() or gloo.not_ready()
 
 
@@ -258,7 +258,7 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, total, data)
 
     def _all_reduce_between_two(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
-        """Swap shares with the other host, reducing one chunk while the next is in transit."""
+        """Swap shards with the other host, reducing one chunk while the next is in transit."""
         data, num_inside = array_of(operation.target), self._inside.members.size
         most = max(1, _CHUNK_BYTES // np.dtype(carried_of(operation)).itemsize)
         flying: Callable[[], None] | None = None
@@ -290,9 +290,9 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, mine, chunk)
 
     def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
-        """Return this rank's share of the data reduced over its host, in the accumulation dtype.
+        """Return this rank's shard of the data reduced over its host, in the accumulation dtype.
 
-        All shares have the same length; the last one is padded with zeros.
+        All shards have the same length; the last one is padded with zeros.
         """
         num_inside = self._inside.members.size
         length, carried = -(-len(data) // num_inside), carried_of(operation)
@@ -309,7 +309,7 @@ class TwoLevelEngine(HostEngine):
         return total
 
     def _gather_inside(self, operation: Operation, watch: Watch, total: Flat, data: Flat) -> None:
-        """Assemble the result in `data` from the shares of this host's ranks."""
+        """Assemble the result in `data` from the shards of this host's ranks."""
         share = total
         if total.dtype != data.dtype:
             share = self._scratch.take("share", len(total), data.dtype)

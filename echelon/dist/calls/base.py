@@ -178,7 +178,7 @@ class Calls:
         is_nested: bool = False,
         waits: bool = True,
     ) -> Work | None:
-        """Number, record and launch one operation. The caller must hold the group's turn.
+        """Number, record and launch one operation. The caller must hold the `Turn` of its kind.
 
         If `waits` is false, the caller must wait for the returned work.
         """
@@ -200,7 +200,7 @@ class Calls:
     def _admit(
         self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
     ) -> int:
-        """Number and record an operation, or raise the error with which the engine refused it."""
+        """Number and record an operation; raise an error if the group does not admit it."""
         try:
             self._state.admit(operation, is_nested=is_nested)
         except CollectiveError as err:

@@ -1,8 +1,9 @@
 """Define the collectives of a group.
 
 Every call has two forms. By default, the call blocks until the operation has ended on this rank.
-With `async_op=True`, it returns a `Work` at once. The docstring of `ProcessGroup` describes what
-all calls have in common: which ranks must make a call, which arrays it accepts, and what it raises.
+With `async_op=True`, it returns a `Work` immediately. The docstring of `ProcessGroup` describes
+what all calls have in common: which ranks must make them, which arrays they accept, and what they
+raise.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Collectives(Calls):
                 integers is their sum divided by the number of ranks and truncated toward zero; the
                 sum wraps around at the width of the dtype. On bool, sum is "or", prod is "and", and
                 there is no avg.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
 
         Returns:
@@ -103,7 +104,7 @@ class Collectives(Calls):
             x: any shape, the same on all ranks.
             root: rank within this group that receives the result.
             op: as for `all_reduce`.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
@@ -162,12 +163,12 @@ class Collectives(Calls):
             out: [size * n, ...] or, with `output_splits`, [sum(output_splits), ...]; with the dtype
                 of `x`.
             x: [n, ...], the same shape on all ranks or, with `output_splits`, [output_splits[rank],
-                ...]. May be exactly this rank's part of `out`, but must not otherwise overlap
+                ...]. May be exactly this rank's shard of `out`, but must not otherwise overlap
                 `out`.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
             output_splits: number of rows (dim 0) from each rank, the same on all ranks; None means
-                equal parts.
+                equal splits.
         """
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
@@ -231,18 +232,18 @@ class Collectives(Calls):
         *,
         input_splits: Splits = None,
     ) -> Work | None:
-        """Reduce `x` over all ranks and store this rank's part of the result in `out`.
+        """Reduce `x` over all ranks and store this rank's shard of the result in `out`.
 
         Args:
             out: [n, ...] or, with `input_splits`, [input_splits[rank], ...]; with the dtype of `x`.
-                May be exactly this rank's part of `x`, but must not otherwise overlap `x`.
+                May be exactly this rank's shard of `x`, but must not otherwise overlap `x`.
             x: [size * n, ...] or, with `input_splits`, [sum(input_splits), ...]; the same shape on
                 all ranks.
             op: as for `all_reduce`.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
             input_splits: number of rows (dim 0) that each rank receives, the same on all ranks;
-                None means equal parts.
+                None means equal splits.
         """
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
@@ -284,7 +285,7 @@ class Collectives(Calls):
         Args:
             x: any shape, with the same dtype and number of elements on all ranks.
             root: rank within this group whose array is copied.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
@@ -343,9 +344,10 @@ class Collectives(Calls):
             out: the rows (dim 0) that this rank receives.
             x: the rows to send, with the same dtype and row shape as `out`; must not share memory
                 with `out`.
-            output_splits: number of rows that each rank sends to this rank; None means equal parts.
-            input_splits: number of rows to send to each rank; None means equal parts.
-            async_op: return a `Work` at once instead of blocking.
+            output_splits: number of rows that each rank sends to this rank; None means equal
+                splits.
+            input_splits: number of rows to send to each rank; None means equal splits.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         source = view(x, "x", writable=False)
@@ -401,7 +403,7 @@ class Collectives(Calls):
             out: on `root`, [size * n, ...] with the dtype of `x`; None on the other ranks.
             x: [n, ...], the same shape on all ranks.
             root: rank within this group that receives the arrays.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
@@ -446,13 +448,13 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Send each rank its part of `x` from `root`; each rank stores its part in `out`.
+        """Send each rank its shard of `x` from `root`; each rank stores its shard in `out`.
 
         Args:
             out: [n, ...], the same shape on all ranks.
             x: on `root`, [size * n, ...] with the dtype of `out`; None on the other ranks.
-            root: rank within this group that holds all parts.
-            async_op: return a `Work` at once instead of blocking.
+            root: rank within this group whose `x` is scattered.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
@@ -477,7 +479,7 @@ class Collectives(Calls):
         """Block until every rank of the group has called `barrier`.
 
         Args:
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         return self._collective("barrier", None, None, timeout_s=timeout_s, async_op=async_op)

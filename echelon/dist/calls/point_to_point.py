@@ -45,14 +45,14 @@ class PointToPoint(Calls):
     ) -> Work | None:
         """Send `x` to a rank, which must receive it with the same tag, dtype and size.
 
-        The call may return before the receiver has called `recv`. Once it returns, `x` may be
-        modified. Messages between the same two ranks with the same tag arrive in order.
+        The call may return before the receiver has called `recv`. Once the operation has ended, `x`
+        may be modified. Messages between the same two ranks with the same tag arrive in order.
 
         Args:
             x: any shape.
             to: the receiver's rank within this group; must not be this rank.
             tag: a number from 0 to 2^31 - 3 that the receiver also uses.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
         to = self._check_peer(to, "to")
@@ -107,7 +107,7 @@ class PointToPoint(Calls):
             source: the sender's rank within this group; None accepts the first message with the tag
                 from any rank.
             tag: the sender's tag.
-            async_op: return a `Work` at once instead of blocking.
+            async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
 
         Returns:

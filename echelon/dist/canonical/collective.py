@@ -25,7 +25,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
-    """Return the range of every rank. Collective: blocks until all ranks have called this function.
+    """Return every rank's range. Collective: blocks until all ranks have called this function.
 
     Raises:
         CollectiveMismatchError: the ranges have different totals, or a rank's range does not begin

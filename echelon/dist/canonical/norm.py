@@ -78,14 +78,14 @@ def tree_totals(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class PartialBlocks:
-    """Block sums of one parameter that is split across ranks.
+    """Block sums of one parameter that is sharded across ranks.
 
     Each rank writes its values into a message that is zero elsewhere. The sum of all messages
     therefore contains every value exactly.
 
     Args:
         numel: number of elements of the full parameter.
-        bounds: start and stop of each rank's part, in elements of the parameter.
+        bounds: start and stop of each rank's shard, in elements of the parameter.
     """
 
     def __init__(self, numel: int, bounds: Sequence[tuple[int, int]]) -> None:
@@ -104,7 +104,7 @@ class PartialBlocks:
 
         Args:
             message: [message_numel], float64, initially all zeros.
-            values: [n], this rank's part of the parameter.
+            values: [n], this rank's shard of the parameter.
             start: index of the first element of `values` within the parameter.
         """
         stop = start + values.numel()

@@ -23,7 +23,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class TreeSums:
-    """Sums over this rank's range of micro-batches, one vector per incomplete node.
+    """Sums over this rank's range of micro-batches, one vector per unmerged node.
 
     Args:
         run: the micro-batch numbers of this rank.

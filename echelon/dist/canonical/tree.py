@@ -8,9 +8,9 @@
 The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, index) covers the
 numbers from index * 2^height up to the next multiple of 2^height, or up to `total`, so the last
 node at a height may be incomplete. The value of a node is the sum of its left and right children,
-or the left child's value if there is no right child. So the order depends only on `total`. Each
-rank adds the part of the tree that lies within its range of numbers, which leaves at most 2
-log2(length) sums. The sums are then added across ranks in the order of the same tree.
+or the left child's value if the node has no right child. So the order depends only on `total`. Each
+rank adds up the subtrees that lie within its range of numbers, which leaves at most 2 log2(length)
+sums. The sums are then added across ranks in the order of the same tree.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Run:
     """A rank's range of consecutive numbers, `start` to `stop` - 1; it may be empty.
 
     Raises:
-        ValueError: the numbers are not in order.
+        ValueError: `start`, `stop` and `total` do not form a valid range.
     """
 
     start: int
@@ -78,7 +78,7 @@ class Run:
 
 
 def even_runs(total: int, size: int) -> tuple[Run, ...]:
-    """Split `total` numbers across `size` ranks as evenly as possible; larger parts come first.
+    """Split `total` numbers across `size` ranks as evenly as possible; larger ranges come first.
 
     Raises:
         ValueError: `total` or `size` is below 1.
@@ -91,7 +91,7 @@ def even_runs(total: int, size: int) -> tuple[Run, ...]:
 
 
 def root(total: int) -> Node:
-    """Return the node that covers all numbers."""
+    """Return the node that covers all `total` numbers."""
     return Node((total - 1).bit_length(), 0)
 
 
@@ -121,7 +121,7 @@ def combine(
         nodes: nodes with their values, in ascending order without gaps, beginning at the range's
             start.
         run: the numbers that the nodes may cover.
-        add: adds two values, the left one first.
+        add: a function that adds two values; its first argument is the left one.
 
     Returns:
         The values of the largest nodes. If `nodes` cover the range, the nodes of the result are
@@ -135,7 +135,7 @@ def combine(
 
 
 def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
-    """Merge the last nodes into their parent for as long as all its children are complete."""
+    """Merge nodes at the end of the stack into their parents while all children are complete."""
     while stack:
         node, value = stack[-1]
         parent = node.parent

@@ -70,7 +70,7 @@ def timed_out(
 def peer_lost(
     members: Members, operation: Operation, gone: Sequence[int], *, silent: Sequence[int] = ()
 ) -> PeerLostError:
-    """Build the error for an operation in which the group ranks `gone` cannot take part.
+    """Build the error for an operation that needs the group ranks `gone`, which died or left.
 
     Args:
         silent: other group ranks that did not answer the liveness check.
@@ -115,7 +115,7 @@ def nested(members: Members, operation: Operation) -> CollectiveError:
 
 
 def local_failure(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error for an operation that failed in this rank's own library."""
+    """Build the error for an operation that failed in a library on this rank."""
     text = f"{type(raised).__name__}: {raised}".replace("{", "{{").replace("}", "}}")
     return _of_this_rank(members, operation, f"rank {{rank}} failed: {text}")
 

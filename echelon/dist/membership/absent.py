@@ -64,7 +64,7 @@ class AbsentEngine:
         raise AssertionError((operation, watch))
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing."""
+        """Return a no-op context manager."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

@@ -31,7 +31,7 @@ class Answer:
 
 
 def answer_of(state: GroupState) -> str:
-    """Encode this rank's answer; callable from any thread."""
+    """Encode this rank's answer. Safe on any thread."""
     waits = state.waits()
     return json.dumps(
         {

@@ -1,8 +1,8 @@
-"""Align the hosts' clocks once, at `init`, by finding each clock's offset from rank 0's clock.
+"""Align the hosts' clocks once, at `init`, by measuring each clock's offset from rank 0's clock.
 
 Ranks that share rank 0's clock (on a single host, all ranks) do not need an offset. On every other
 host, one rank repeatedly asks rank 0 for the time, through the store's queues, and passes the
-offset to the other ranks on its host. Rank 0 knows how many questions to expect, and stops after
+offset to the other ranks on its host. Rank 0 computes how many questions to expect, and stops after
 the last question.
 """
 
@@ -31,7 +31,7 @@ def agree(
     Args:
         timeout_s: how long each wait for another rank may take.
         my_clock: identifies this rank's clock; None means this process's own clock.
-        now: returns the time on that clock in ns.
+        now: a function that returns the time on that clock, in ns.
 
     Raises:
         StoreTimeoutError: a rank did not join.

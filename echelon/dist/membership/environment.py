@@ -23,7 +23,7 @@ from echelon.recorder.continuation import REPLACE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """This process's rank in the world, and the store through which the ranks meet."""
+    """This process's rank in the world, and the store through which the ranks find each other."""
 
     rank: int = 0
     world_size: int = 1
@@ -78,7 +78,7 @@ def num_ranks_here(at_least: int) -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number within its node, or its global rank if LOCAL_RANK is not set.
+    """Return this rank's index within its node, or its global rank if LOCAL_RANK is not set.
 
     Raises:
         ValueError: the variable is not a number.

@@ -9,15 +9,15 @@ Evidence, strongest first:
 
 Every rank's process answers the check on a separate thread with the number of collectives that the
 rank has called, so a rank that is still computing is considered late, never dead. The answer also
-says what the rank is waiting for, so that a waiting rank is not blamed for another rank's fault.
+reports what the rank is waiting for, so that a waiting rank is not blamed for another rank's fault.
 
-Neither a connection nor a store lease is evidence: a stopped rank keeps its connection, a
-live rank may lose its connection, and a lease may be out of date by as much as its duration (10 s
-by default).
+Neither a connection nor a store lease is evidence: a stopped rank keeps its connection, a live rank
+may lose its connection, and a lease may be out of date by as much as its duration (10 s by
+default).
 
 A rank that merely does not answer is reported as such, and is blamed only if no rank is known to be
-dead. When the store does not answer, the error says so and does not blame any rank. Every store
-call in this module has its own limit (`board.QUICK_S`).
+dead. When the store does not answer, the error reports this and does not blame any rank. Every
+store call in this module has its own limit (`board.QUICK_S`).
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Liveness:
     ) -> CollectiveError:
         """Return an error that names the ranks at fault.
 
-        The method takes at most 2.5 s, or 4 s if the store is slow. A store that does not answer is
-        retried for a while, because its machine may have been paused.
+        The method takes at most 2.5 s, or 4 s if the store is slow. If the store does not answer,
+        calls are retried for 1.5 s, because its machine may have been paused.
         """
         members = self._members
         if broken is None and needed is not None and not dead and self._board is None:
@@ -183,7 +183,7 @@ class Liveness:
             return error
 
     def _is_of_a_part(self, operation: Operation, error: CollectiveError) -> bool:
-        """Return whether a message timed out in an engine that serves only part of the group."""
+        """Return whether a message timed out in an engine that serves only a subgroup."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is not None
@@ -214,7 +214,7 @@ class Liveness:
         self._try(lambda store: store.delete_key(mark))  # after a failure others may read it
 
     def _try(self, ask: Callable[[Store], object]) -> None:
-        """Call the store with a short timeout; do nothing if it does not answer."""
+        """Call the store with a short timeout; ignore a store that does not answer."""
         with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
             ask(store)
 
@@ -232,7 +232,7 @@ class Liveness:
     def close(self, timeout_s: float = 2 * QUICK_S) -> None:
         """Publish everything that is still pending, then release all resources.
 
-        May be called twice.
+        Safe to call twice.
         """
         if self._is_closed:
             return

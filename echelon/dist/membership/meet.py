@@ -40,9 +40,8 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
     """Agree on the number of the world that these ranks are about to create.
 
     Every key of a world starts with the world's number, so a process that rejoins never reads keys
-    from an earlier world. The store keeps the count, because a restarted process does not know how
-    many worlds it has been in. Rank 0 takes the next number and passes it to all ranks in one
-    gather.
+    from an earlier world. The store keeps the count, because a restarted process has lost its own
+    count. Rank 0 takes the next number and passes it to all ranks in one gather.
 
     Raises:
         CollectiveTimeoutError: some members did not join by `deadline_s`; the error names them.
@@ -90,7 +89,7 @@ def exchange(
 
 
 def arrive(members: Members, store: Store, key: str, mine: Any) -> None:
-    """Perform this rank's part of an `exchange`, without waiting for other ranks."""
+    """Publish this rank's value for an `exchange`, without waiting for other ranks."""
     store.set(f"{key}/{members.rank}", json.dumps(mine))
     if store.add(f"{key}/arrived", 1) == members.size:
         store.set(f"{key}/gate", b"1")

@@ -1,4 +1,4 @@
-"""Detect that the processes of other ranks have ended.
+"""Detect when the processes of other ranks end.
 
 Processes are watched through pidfds, which are immune to pid reuse and report a zombie as dead. If
 the kernel or a sandbox does not allow pidfds, the pid and its start time in /proc are used. A pid
@@ -37,7 +37,7 @@ class _Descriptors:
                 self._open[process] = (fd, 0)
 
     def take(self, process: Process) -> int | None:
-        """Return the pidfd of a process, or None if no pidfd is available."""
+        """Return a process's pidfd and count one use, or return None if no pidfd is available."""
         with self._lock:
             fd, users = self._open.get(process, (-1, 0))
             if fd < 0:

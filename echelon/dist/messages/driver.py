@@ -24,7 +24,7 @@ CHECK_EVERY_S = 0.1
 
 
 class StreamBroken(Exception):  # noqa: N818 -- an event for the protocol, not an error for a user
-    """The streams to and from a peer have broken."""
+    """Raised when the streams to or from a peer have broken."""
 
 
 class Streams(Interface):
@@ -39,7 +39,7 @@ class Streams(Interface):
         """Close the streams to and from a peer."""
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until there is work, `wake` is called, or the timeout expires.
+        """Block until a stream is ready, `wake` is called, or the timeout expires.
 
         Returns:
             The peers that may have sent bytes.
@@ -59,7 +59,7 @@ class Streams(Interface):
         """Return whether unread bytes from a peer have arrived. May be called on any thread."""
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Write as many bytes as there is room for; return how many were written.
+        """Write as many bytes as fit; return how many were written.
 
         Raises:
             StreamBroken: the peer can no longer read the bytes.
@@ -120,7 +120,7 @@ class Driver:
         """Wait for the thread to end, and release the streams. `cut` must be called first.
 
         Returns:
-            Whether the thread ended in time.
+            True if the thread ended in time.
         """
         self.cut(error or RuntimeError("the messages of the group are closed"))
         none = threading.Thread(name=self._name)

@@ -1,10 +1,9 @@
 """Run a receive from any rank on two engines, exactly one of which gets the message.
 
 [Note: one message for two receives] The receive is started on both levels, into the same array. The
-state of the receive inside the host decides which level gets the message. The engine inside the
-host claims that receive when a message matches it. The level between hosts must cancel that receive
-(`withdraw`) before matching a message. Both steps are atomic, so a message is never lost or
-received twice.
+state of the intra-host receive decides which level gets the message. The intra-host engine claims
+that receive when a message matches it. The inter-host level must cancel that receive (`withdraw`)
+before matching a message. Both steps are atomic, so a message is never lost or received twice.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ class Inside(Pending, Protocol):
 
     @property
     def source(self) -> int:
-        """The sender's rank in this host's group; -1 until a message has been received."""
+        """The sender's rank within the intra-host group; -1 until a message has been received."""
 
 
 class EitherPending:
     """A receive whose message may come from a rank on this host or on another host.
 
     Args:
-        inside: the receive inside the host, which ends without a source if it was cancelled.
-        across: the receive between hosts, which competes with `inside` for the message.
-        near: the group ranks on this host, in the order of the host's group.
+        inside: the intra-host receive, which ends without a source if it was cancelled.
+        across: the inter-host receive, which competes with `inside` for the message.
+        near: the group ranks on this host, in the order of the intra-host group.
     """
 
     def __init__(self, inside: Inside, across: Transfer, near: list[int]) -> None:
@@ -63,7 +62,7 @@ class EitherPending:
 
     @property
     def ended_mono_ns(self) -> int:
-        """The time at which the receive ended; 0 while it is running."""
+        """The monotonic time at which the receive ended, or 0 while it is running."""
         ended = self._ended()
         return 0 if ended is None else ended.ended_mono_ns
 

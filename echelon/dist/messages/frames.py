@@ -4,7 +4,7 @@
     OFFER   a message that is waiting at the sender: header only; `number` identifies it
     GRANT   the receiver has memory for offer `number`: the sender may send it
     DATA    the next `size` bytes of offer `number`
-    CREDIT  the receiver has taken `size` bytes of eager messages out of its memory
+    CREDIT  the receiver has consumed `size` bytes of eager messages, including their headers
 
 Each ordered pair of ranks has one stream, so frames arrive in the order in which they were sent.
 Grants and credits travel on the stream in the opposite direction.
@@ -34,7 +34,7 @@ class FrameKind(IntEnum):
 
 
 class FrameError(ValueError):
-    """A peer sent an unexpected frame, or bytes that are not a frame."""
+    """Raised when a peer sends an unexpected frame, or bytes that are not a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class Header:
     Attributes:
         tag: in EAGER and OFFER, the message's tag; negative for channels.
         number: in OFFER, GRANT and DATA, the number that the sender gave to the offered message.
-        size: size of the payload in bytes; in OFFER, of the whole message.
+        size: size of the payload in bytes; in OFFER, of the whole message; in CREDIT, the number of
+            bytes credited.
         dtype: in EAGER and OFFER, the key of the dtype's name (see `dtype_key`).
     """
 

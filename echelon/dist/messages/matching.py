@@ -1,4 +1,4 @@
-"""Match receives and messages by sender and tag.
+"""Match receives to messages by sender and tag.
 
 If several receives match a message, the receive that was posted first gets it. If several messages
 match a receive, the message that arrived first is taken.
@@ -50,9 +50,9 @@ class Matcher:
         self._num_early = 0
 
     def post(self, receive: Transfer) -> Arrival | None:
-        """Return the message for a receive.
+        """Return the early message that matches a receive.
 
-        If there is no message yet, keep the receive and return None.
+        If no such message exists, keep the receive and return None.
         """
         operation = receive.operation
         by_peer = self._early.get(operation.tag)

@@ -1,13 +1,14 @@
 """Implement the message protocol between two ranks as a state machine without I/O.
 
-A small message is sent at once (EAGER). A message that is large, or would exceed the memory granted
-by the receiver, is offered first. Once a receive has claimed an offered message, the message is
-sent directly into the receiver's array. Sends with different tags therefore complete in the order
-in which the receiver takes the messages. Early messages use at most `WINDOW_BYTES` of a rank's
-memory per sending peer, plus a 64-byte header for each message that is waiting at its sender.
+A small message is sent immediately (EAGER). A message that is large, or would exceed the memory
+granted by the receiver, is offered first. Once a receive has claimed an offered message, the
+message is transferred directly into the receiver's array. Sends with different tags therefore
+complete in the order in which the receiver takes the messages. Early messages use at most
+`WINDOW_BYTES` of a rank's memory per sending peer, plus a 64-byte header for each message that is
+waiting at its sender.
 
 A stream's bytes are always read, even if no receive is posted, so messages cannot block each other.
-Offered messages take turns to send `CHUNK_BYTES` each, so a small message never waits for an entire
+Offered messages take turns sending `CHUNK_BYTES` each, so a small message never waits for an entire
 large message.
 
 A single thread (driver.py) drives the state machine, which therefore needs no locks.
@@ -37,7 +38,7 @@ Mismatch = Callable[[Transfer, str], BaseException]
 
 @dataclass(slots=True)
 class _Frame:
-    """An outgoing frame; `ends` is called once the frame has been written."""
+    """An outgoing frame; the transfer `ends` finishes once the frame has been written."""
 
     views: list[memoryview]
     ends: Transfer | None = None
@@ -339,7 +340,7 @@ class Protocol:
             self._end_receives(ANY_SOURCE, error)
 
     def end(self, error: BaseException) -> None:
-        """End all transfers."""
+        """End all transfers with an error."""
         for transfer in self.pending():
             transfer.finish(error)
         self._outboxes.clear()

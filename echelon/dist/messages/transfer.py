@@ -17,7 +17,7 @@ class Watch(Protocol):
     """The limits of a transfer.
 
     Attributes:
-        deadline_s: when the transfer times out, on the monotonic clock.
+        deadline_s: the monotonic time at which the transfer times out.
     """
 
     deadline_s: float
@@ -38,7 +38,7 @@ class Withdrawable(Protocol):
 
     @property
     def source(self) -> int:
-        """The group rank that sent the received message; -1 until then."""
+        """The group rank that sent the message; -1 until a message has been received."""
 
 
 class Transfer(Outcome):
@@ -54,7 +54,8 @@ class Transfer(Outcome):
         moved: number of bytes that have been sent or received so far.
         watch: the limits of the transfer; None if the calling thread checks them.
         rival: a receive in another engine that competes with this receive for one message.
-        has_unread: returns whether unread bytes from a rank have arrived; callable from any thread.
+        has_unread: a function that returns whether unread bytes from a rank have arrived; safe on
+            any thread.
         is_shared: whether the message may also come from a rank outside this engine.
     """
 

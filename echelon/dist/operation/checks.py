@@ -53,7 +53,7 @@ def check_pair(
 ) -> None:
     """Check that `large` is `size` times as long as `small`, and that they overlap only in place.
 
-    The operation is in place if the small array is exactly part `rank` of the large array.
+    The operation is in place if the small array is exactly shard `rank` of the large array.
 
     Raises:
         ValueError: dtypes, devices or sizes do not match, or the arrays overlap in another way.
@@ -134,7 +134,7 @@ def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int)
 
     Args:
         name: the name of the argument, for error messages.
-        splits: number of rows (dim 0) for each rank; None means equal parts.
+        splits: number of rows (dim 0) for each rank; None means equal splits.
 
     Raises:
         ValueError: `splits` is not one integer >= 0 per rank, or does not add up to the number of
@@ -164,7 +164,7 @@ def check_uneven(
     size: int,
     rank: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Check an array that consists of unequal parts, together with this rank's part.
+    """Check an array with uneven splits, together with this rank's shard.
 
     Args:
         whole, part, splits: the arguments, each as a pair of its name and its value.
@@ -173,8 +173,8 @@ def check_uneven(
         The number of rows of each rank, and the number of elements of each rank.
 
     Raises:
-        ValueError: the splits do not add up to the whole; the part does not hold this rank's rows;
-            dtypes, devices or rows differ; or the arrays overlap, but not in place.
+        ValueError: the splits do not add up to the rows of `whole`; `part` does not hold this
+            rank's rows; dtypes, devices or rows differ; or the arrays overlap, but not in place.
     """
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)

@@ -62,8 +62,8 @@ class Operation:
         source, target: [numel] each, or None if this rank sends or receives nothing. Both are the
             same array for an in-place operation. The source of a reduce_scatter or scatter, and the
             target of an all_gather or gather, has the shape [group_size * n].
-        input_splits, output_splits: number of elements sent to and received from each rank; () if
-            all parts are equal. all_to_all has both. An uneven all_gather has only `output_splits`
+        input_splits, output_splits: number of elements sent to and received from each rank; () for
+            equal splits. all_to_all always has both. An uneven all_gather has only `output_splits`
             (the `source` of rank r holds `output_splits[r]` elements), and an uneven reduce_scatter
             has only `input_splits` (the `target` of rank r holds `input_splits[r]` elements); the
             splits of both operations are the same on all ranks.
@@ -110,7 +110,7 @@ class Operation:
 def encode_dtype(dtype: str, num_bytes: int) -> bytes:
     """Encode a dtype's name in at most `num_bytes` bytes.
 
-    A longer name is shortened and ends in a checksum, so that different names remain different.
+    A longer name is truncated and ends in a checksum, so that different names remain distinct.
     """
     name = dtype.encode()
     if len(name) <= num_bytes:

@@ -20,11 +20,12 @@ def make_aside(
 
     Args:
         make: a function that may block in a library without being interruptible.
-        drop: called with the result, on either thread, to release it if the caller has stopped
-            waiting.
-        check: called every 0.1 s while waiting. If it raises an exception, this function raises the
-            same exception and abandons `make` on its thread. If `make` raises an exception first,
-            `check` is called for another 2 s, in case a member's death is the cause.
+        drop: a function that releases the result if the caller has stopped waiting; called on
+            either thread.
+        check: a function that is called every 0.1 s while waiting. If it raises an exception, this
+            function raises the same exception and abandons `make` on its thread. If `make` raises
+            an exception first, `check` is called for another 2 s, in case a member's death is the
+            cause.
 
     Raises:
         Exception: an exception that `make` or `check` raised.
@@ -59,7 +60,7 @@ def _has_ended(aside: _Aside, check: Callable[[], None]) -> bool:
     """Wait briefly for a job, and return whether it has ended.
 
     Raises:
-        Exception: the job failed. If `check` raises an exception soon after it, that is raised.
+        Exception: the job's exception or, if `check` raises one within the next 2 s, that one.
     """
     try:
         return aside.wait(_LOOK_S)

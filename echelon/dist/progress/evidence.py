@@ -35,13 +35,13 @@ class Evidence(Protocol):
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Determine the ranks at fault, within 2.5 s.
+        """Return an error that names the ranks at fault, within 2.5 s.
 
         Args:
             operation: the operation that cannot complete.
             broken: the error that the engine observed; None if a rank died or the operation timed
                 out.
-            needed: group ranks that have not arrived, if the engine knows them.
+            needed: group ranks that have not arrived; None if the engine cannot determine them.
             dead: group ranks that are known to have died.
         """
 
@@ -105,7 +105,7 @@ class NoEvidence:
         return error
 
     def arriving(self) -> AbstractContextManager[object]:
-        """Run the block, without notifying any rank."""
+        """Return a no-op context manager."""
         return contextlib.nullcontext()
 
     def publish(self, error: CollectiveError) -> None:

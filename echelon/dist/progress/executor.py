@@ -28,7 +28,7 @@ class LanePending(Outcome):
             raise self.error
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run the operation on this thread."""
+        """Run the job on this thread and record its outcome."""
         try:
             job()
         except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits for it

@@ -90,7 +90,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a group ended on this rank: it failed, was aborted without an error, or was closed."""
+    """The way a group ended on this rank: failed, aborted without an error, or closed."""
 
     error: CollectiveError | None = None
     is_abort: bool = False
@@ -142,7 +142,7 @@ class GroupState:
     def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
         """Assign an operation its final number, unless the operation is refused.
 
-        The caller must hold the turn.
+        The caller must hold the `Turn` of the operation's kind.
 
         Raises:
             ValueError: the engine refuses the operation; no number was assigned.
@@ -250,7 +250,7 @@ class GroupState:
     def tick(self) -> bool:
         """Settle and check operations on the watcher's thread.
 
-        Return False if there are no operations left.
+        Return False if no operations are left.
         """
         self.sweep()
         with self._lock:
@@ -344,7 +344,7 @@ class GroupState:
     def waits(self) -> list[Operation]:
         """Return the operations that this rank's threads are waiting for.
 
-        Callable from any thread.
+        Safe on any thread.
         """
         return [operation for _, operation in list(self._inside)] + list(self._explained)
 
@@ -361,7 +361,7 @@ class GroupState:
         """End the group with the verdict of another rank; never blocks.
 
         Collectives that all ranks have entered, but that are still in progress on this rank, are
-        given a moment to finish.
+        given up to 0.5 s to finish.
         """
         number = error.sequence
         if error.operation in COLLECTIVES and self._is_before(number):
@@ -385,7 +385,7 @@ class GroupState:
         )
 
     def abort(self) -> None:
-        """End the group on all ranks. Callable from any thread and any signal handler."""
+        """End the group on all ranks. Safe on any thread and in signal handlers."""
         mine = _End(is_abort=True)
         if self._ends.setdefault("end", mine) is mine:
             error = build.aborted(self.members, Operation("abort", 0))

@@ -1,4 +1,4 @@
-"""Record the outcome of an operation for the threads that are waiting."""
+"""Record the outcome of an operation for the threads that wait for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outcome:
 
     @property
     def ended_mono_ns(self) -> int:
-        """The time at which the operation ended; 0 until then."""
+        """The monotonic time at which the operation ended, or 0 while it is running."""
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:

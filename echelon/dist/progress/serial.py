@@ -126,7 +126,7 @@ class Serial:
 
 
 class _Turn:
-    """The watch on the running job, which also checks the queued jobs."""
+    """The watch of the running job, which also checks the queued jobs."""
 
     def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
         self._watch = watch

@@ -20,7 +20,7 @@ _CLOSE_S = 1.0
 
 
 class FutureThreads:
-    """One group's threads, keyed by kind of operation and by depth of chained futures."""
+    """The threads that complete one group's futures, by kind of operation and chaining depth."""
 
     def __init__(self) -> None:
         self._threads: dict[str, _Thread] = {}

@@ -163,7 +163,7 @@ class TorchGroup(Identity):
         return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce lists of tensors and keep this rank's part; the tensors' sizes may differ."""
+        """Reduce a list of tensors over all ranks and keep this rank's tensor; sizes may differ."""
         name = "reduce_scatter"
         output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)
         self._check_list(parts, output, name)
@@ -172,14 +172,14 @@ class TorchGroup(Identity):
         return self._run(opts, start, [output], finish)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
-        """Reduce a tensor over all ranks and keep this rank's part."""
+        """Reduce a tensor over all ranks and keep this rank's shard."""
         start, finish = self._scattering(output, data, Reduction.of(opts))
         return self._run(opts, start, [output], finish)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Reduce several tensors and keep this rank's part of each."""
+        """Reduce several tensors over all ranks and keep this rank's shard of each."""
         reduction = Reduction.of(opts)
         pairs = zip(outputs, inputs, strict=True)
         calls = [self._scattering(output, data, reduction) for output, data in pairs]
@@ -340,7 +340,7 @@ class TorchGroup(Identity):
         return False
 
     def abort(self) -> None:
-        """End the group on all ranks within 1 s, from any thread.
+        """End the group on all ranks within 1 s. May be called on any thread.
 
         Waiting operations raise an error.
         """

@@ -1,4 +1,4 @@
-"""Provide a torch group that can be reconfigured, each time with other members.
+"""Provide a torch group that can be reconfigured, each time with different members.
 
 torch's own groups are created only once. This group is configured through the address of a store:
 by torchft's manager (`echelon/dist/torchft.py`), or by a program that decides itself which
@@ -6,9 +6,9 @@ processes take part. A configuration that has failed or was aborted stays in pla
 operations until the next configuration replaces it.
 
 [Note: ending a configuration] `abort` may be called while a thread is inside an operation, and
-while another thread is inside `configure`. Both are ended through GroupMaker, which knows the group
-in either phase. Releasing the group is left to the next `configure` or to `shutdown`, because the
-operations that were ended still have to report their errors.
+while another thread is inside `configure`. Both are ended through GroupMaker, which can end the
+group in either phase. Releasing the group is left to the next `configure` or to `shutdown`, because
+the operations that were ended still have to report their errors.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Configuration:
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error that ended the group or its creation."""
+        """The error that ended the group or its creation, or None."""
         made = self._made
         if made is None:
             return self._error
@@ -109,7 +109,7 @@ class Configuration:
 
 
 class Reconfigurable:
-    """A torch group that can be reconfigured with other members.
+    """A torch group that can be reconfigured with different members.
 
     Args:
         timeout_s: the timeout of `configure`, and of operations without a timeout of their own.

@@ -37,7 +37,7 @@ class Reduction:
 
     @classmethod
     def of(cls, options: Any) -> Reduction:
-        """Return the operation for torch's options or torch's ReduceOp; None means a sum."""
+        """Return the `Reduction` for torch's options or ReduceOp; None means a sum."""
         if options is None:
             return _PLAIN[torch_dist.ReduceOp.SUM]
         kind = getattr(options, "reduceOp", options)

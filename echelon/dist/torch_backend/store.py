@@ -31,7 +31,7 @@ _users: Counter[tuple[int, str, int]] = Counter()
 
 
 class Meeting:
-    """The part of a store that one torch group uses. Close it when the group is closed."""
+    """One torch group's view of torch's store. Close it when the group is closed."""
 
     def __init__(self, torch_store: Any, rank: int, timeout_s: float) -> None:
         """Agree on a prefix that no other group uses; block until group rank 0 has chosen one.
@@ -90,7 +90,7 @@ def _connect(client: tuple[int, str, int], timeout_s: float) -> TCPStore:
 
 
 def observed(operation: str, key: str) -> span:
-    """Record a wait for the store."""
+    """Return a span that records a wait for the store."""
     return span("store", f"{operation} {key}")
 
 
@@ -103,7 +103,7 @@ class TorchStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """The address of torch's store, if known."""
+        """The "host:port" of torch's store or, if it has none, the store's type."""
         root = _root(self._store)
         host, port = getattr(root, "host", None), getattr(root, "port", None)
         return f"{host}:{port}" if host else f"torch's {type(root).__name__}"

@@ -1,8 +1,8 @@
 """Convert torch's tensors to the form that groups accept: one contiguous input and one output.
 
 Torch passes lists of tensors, non-contiguous tensors, and complex tensors. Tensors that already
-form one piece of memory are used in place. Other tensors go through a buffer, from which `finish`
-copies the result back.
+form one contiguous piece of memory are used in place. Other tensors go through a buffer, from which
+`finish` copies the result back.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 
 
 def both(finishes: Sequence[Finish | None]) -> Finish | None:
-    """Return a function that runs several finish functions."""
+    """Return a function that calls all given functions, or None if all of them are None."""
     some = [finish for finish in finishes if finish is not None]
     if not some:
         return None

@@ -32,8 +32,8 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         parts: the underlying `Work` objects; empty if the operation is already done.
         result: the tensors that the operation fills.
         finish: copies results from a buffer into the caller's tensors; runs once, on the first
-            thread to find that the operation has ended.
-        complete_later: passes a job to the thread that completes futures.
+            thread to observe that the operation has ended.
+        complete_later: a function that passes a job to the thread that completes futures.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation has ended; return True.
+        """Block until the operation has ended or, on a device, is queued; return True.
 
         Raises:
             CollectiveTimeoutError: the operation did not end within `timeout`; it continues to run.
@@ -83,7 +83,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return True
 
     def synchronize(self) -> None:
-        """Wait for the operation."""
+        """Wait for the operation; equivalent to `wait` without a timeout."""
         self.wait()
 
     def block_current_stream(self) -> None:

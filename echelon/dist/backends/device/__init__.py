@@ -1,1 +1,1 @@
-"""Provide the backends for arrays on a device."""
+"""Provide the backends for device arrays."""

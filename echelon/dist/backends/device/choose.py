@@ -19,7 +19,7 @@ from echelon.store import PrefixStore
 
 
 def refusal(device: str, *, is_staged: bool) -> str:
-    """Return why this rank cannot transfer arrays on this kind of device, or "" if it can.
+    """Return the reason this rank cannot transfer arrays on this kind of device, or "" if it can.
 
     The check is local to this rank.
 
@@ -46,7 +46,7 @@ def create(
 
     Args:
         members: the members of the group, and the device of this rank.
-        store: the part of the store that is reserved for the engine.
+        store: a view of the store reserved for the engine.
         host: the name of the backend for host arrays.
         deadline_s: the deadline on the monotonic clock.
         is_staged: whether arrays must be staged through host memory.

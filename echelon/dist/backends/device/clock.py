@@ -1,8 +1,8 @@
 """Convert the times of device events to the host's monotonic clock.
 
-A tie is an event whose time on the host's clock is known. The host time of a later event is that of
-the tie plus the time elapsed between the two events. Elapsed times are float32, so a new tie is
-made from time to time to preserve the resolution.
+A reference (`Tie`) is an event whose time on the host's clock is known. The host time of a later
+event is the reference's host time plus the time elapsed between the two events. Elapsed times are
+float32, so a new reference is recorded periodically to preserve the resolution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class DeviceClock:
     """A converter from the times of one device's events to the host's clock."""
 
     def __init__(self, runtime: DeviceRuntime) -> None:
-        """Create the clock of the current device."""
+        """Create a clock for the current device."""
         self._runtime = runtime
         self._stream = runtime.accelerator.Stream()
         self._tie = self._make_tie()
@@ -35,7 +35,7 @@ class DeviceClock:
 
     @staticmethod
     def mono_ns(tie: Tie, event: Any) -> int:
-        """Return the host time of an event recorded after the tie, or 0 if the time is unknown."""
+        """Return the host time of an event recorded after `tie`, or 0 if the time is unknown."""
         happened, at_ns = tie
         try:
             return at_ns + int(1e6 * happened.elapsed_time(event))
@@ -43,7 +43,7 @@ class DeviceClock:
             return 0
 
     def _make_tie(self) -> Tie:
-        """Make a tie from the most precisely timed of several events."""
+        """Record several events and return the one whose host time is known most precisely."""
         ties = []
         with self._runtime.relaxed():
             for _ in range(_NUM_TRIES):

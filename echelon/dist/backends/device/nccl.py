@@ -29,7 +29,7 @@ _PACKAGES = ("nccl4py", "cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend, or "" if it can."""
+    """Return the reason this machine cannot run the backend, or "" if it can."""
     for name in ("nccl", "torch"):
         if importlib.util.find_spec(name) is None:
             return f"needs {name}: pip install '.[nccl,torch]'"
@@ -73,7 +73,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
 def _needs_own_device() -> bool:
     """Return whether each rank needs its own GPU.
 
-    In NCCL 2.30, an environment variable allows several ranks to share a GPU.
+    In NCCL 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks to share a GPU.
     """
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
 

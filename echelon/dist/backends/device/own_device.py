@@ -16,7 +16,7 @@ def with_own_device(members: Members, accelerator: Any) -> Members:
     used. Otherwise the device is LOCAL_RANK modulo the number of devices.
 
     Raises:
-        ValueError: the process does not see any device.
+        ValueError: no device is visible to this process.
     """
     if members.device:
         return members

@@ -29,7 +29,7 @@ class DevicePending:
         index: the device index.
         is_detached: whether the caller's streams continue without waiting for the operation.
         tensors: the flat source and target tensors; None where the operation has no such array.
-        is_launched: set once the operation is on the stream or has failed.
+        is_launched: an event that is set once the operation is on the stream or has failed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DevicePending:
             index: the device index.
             callers: the streams on which the caller uses the arrays, beginning with the current
                 stream.
-            failure: a function that returns the library's error, or "" if there is none.
+            failure: a function that returns the library's error, or "".
         """
         self._runtime = runtime
         self.operation: Operation | None = operation
@@ -70,7 +70,7 @@ class DevicePending:
     # ---- launching, by the engine ----
 
     def begin(self, stream: Any, clock: DeviceClock) -> None:
-        """Make a stream wait for the caller's streams, and record the start.
+        """Make a stream wait for the caller's streams, and record the start event on it.
 
         The operation's device must be current.
         """
@@ -139,10 +139,10 @@ class DevicePending:
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until the operation is enqueued, and make the caller's streams wait for it.
+        """Block until the operation is queued, and make the caller's streams wait for it.
 
         The first operation on a group may block until the other ranks have issued it too. For a
-        detached operation, the method returns at once.
+        detached operation, the method returns immediately.
         """
         if self.is_detached:  # made from a copy, and no result comes of it
             return True
@@ -185,7 +185,7 @@ class DonePending:
         self.ended_mono_ns = time.monotonic_ns()
 
     def wait(self, timeout_s: float | None) -> bool:  # noqa: ARG002
-        """Return at once."""
+        """Return immediately."""
         return True
 
 

@@ -29,7 +29,7 @@ class DeviceRuntime:
         return getattr(self.torch, self.device)
 
     def identity(self, index: int) -> str:
-        """Return a name that identifies a device in every process."""
+        """Return a name for a device that is the same in every process."""
         host = host_identity()["boot"]
         properties = self.accelerator.get_device_properties(index)
         number = getattr(properties, "uuid", None) or index
@@ -40,7 +40,7 @@ class DeviceRuntime:
         return self.torch.as_tensor(owner, device=f"{self.device}:{index}")
 
     def run(self, stream: Any, job: Callable[[], object]) -> None:
-        """Call `job` so that its torch kernels are queued on `stream`."""
+        """Call `job` with `stream` as torch's current stream."""
         with self.accelerator.stream(stream):
             job()
 

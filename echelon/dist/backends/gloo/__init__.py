@@ -1,1 +1,1 @@
-"""Provide the engine for groups that span several hosts, which uses PyTorch's build of Gloo."""
+"""Provide the engine for groups that span several hosts, based on PyTorch's build of Gloo."""

@@ -2,9 +2,9 @@
 
     all_reduce of float32/64, int32/64     Gloo's own ring, except for rank-ordered sums and for min
                                            and max of floats (which may lose a NaN)
-    other sums                             all_to_all of shares, summed here in rank order with
+    other sums                             all_to_all of shards, summed here in rank order with
                                            float32 accumulation, then all_gather: 2 n bytes per rank
-    reduce_scatter                         all_to_all of parts, summed here: n bytes per rank
+    reduce_scatter                         all_to_all of shards, summed here: n bytes per rank
                                            (Gloo's own performs a full all_reduce)
     reduce                                 reduce_scatter, then gather
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
@@ -54,7 +54,7 @@ _CONNECTION = re.compile(
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend, or "" if it can."""
+    """Return the reason this machine cannot run the backend, or "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "needs torch, whose build of Gloo it uses: pip install '.[torch]'"
     return ""
@@ -158,7 +158,7 @@ class GlooEngine(HostEngine):
         return self._transport.all_gather(out, data)
 
     def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
-        """Start swapping `data` with the only other member; both members must know both sizes."""
+        """Start swapping `data` with the only other member; see `Transport.swap`."""
         return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
 
     def finish(self, watch: Watch, work: Any) -> None:
@@ -235,7 +235,7 @@ class GlooEngine(HostEngine):
             np.copyto(operation.target, whole.reshape(-1)[: len(source)])
 
     def _summed_share(self, operation: Operation, watch: Watch, source: Flat) -> Flat:
-        """Sum all ranks' data and return this rank's share. All shares have the same length."""
+        """Sum all ranks' data and return this rank's shard. All shards have the same length."""
         length = -(-len(source) // self._size)
         padded = source
         if length * self._size != len(source):

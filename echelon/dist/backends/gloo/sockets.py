@@ -5,7 +5,7 @@ Messages therefore have their own connections, which are opened on demand. Each 
 data in one direction only, so closing it never discards bytes in flight.
 
 A connection begins with 40 bytes from the sender: its rank, and a digest of a secret that the group
-shares through its store. The digest keeps out other programs, but the data is not encrypted.
+shares through its store. The digest keeps other programs out, but the data is not encrypted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Address = tuple[str, int]
 
 @dataclass(slots=True)
 class _Out:
-    """A connection on which this rank writes to a peer."""
+    """An outgoing connection, on which this rank writes to a peer."""
 
     socket: socket.socket
     hello: bytes  # what is left of it
@@ -97,7 +97,7 @@ class Sockets:
     # ---- the driver's side ----
 
     def open(self, peer: int) -> None:
-        """Start connecting to a peer, so that its exit is noticed even if it never sends data."""
+        """Start connecting to a peer, so that its exit is detected even if it never sends data."""
         if peer in self._out or peer in self._dropped:
             return
         host, port = self._addresses[peer]
@@ -216,13 +216,13 @@ class Sockets:
         return 0
 
     def wake(self) -> None:
-        """Interrupt the current `wait` call or, if there is none, the next one."""
+        """Interrupt the current `wait` call or, if none is in progress, the next one."""
         if not self._is_closed:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Close every connection; the peers notice this at once."""
+        """Close every connection; the peers detect this immediately."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -337,7 +337,7 @@ def _hello(secret: bytes, sender: int, receiver: int) -> bytes:
 
 
 def _end_of(one: socket.socket) -> str:
-    """Return why a write-only connection has ended, or "" if it has not."""
+    """Return the reason a write-only connection has ended, or "" if it has not."""
     try:
         return "the peer sent unexpected bytes" if one.recv(1) else "the peer closed the connection"
     except _NOT_NOW:

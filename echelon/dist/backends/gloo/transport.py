@@ -76,7 +76,7 @@ class Swap:
         self._finished = threading.Event()
 
     def run(self) -> None:
-        """Wait for both the receive and the send. Runs on the mesh's thread."""
+        """Wait for both the receive and the send. Runs on the `_Swapper` thread."""
         try:
             self._wait_for_both()
         except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits
@@ -85,7 +85,7 @@ class Swap:
         self._finished.set()
 
     def is_completed(self) -> bool:
-        """True once the swap has succeeded or failed."""
+        """Return whether the swap has succeeded or failed."""
         return self._finished.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -172,7 +172,7 @@ class Transport:
         self._swapper.close(_CLOSE_S)
 
     def break_off(self) -> None:
-        """Close the connections here and at the peers, even while operations are waiting on them.
+        """Close the connections at both ends, even while operations are waiting on them.
 
         Gloo has no call for this, but a receive that times out closes all connections. The Gloo
         object is never destroyed afterwards, because its destructor might block indefinitely.
@@ -204,8 +204,8 @@ class Transport:
         """Start an all_to_all of bytes.
 
         Args:
-            out: the buffer for the received parts, in rank order.
-            data: the parts to send, in rank order.
+            out: the buffer for the received data, in rank order.
+            data: the data to send, in rank order.
             outs: the number of bytes to receive from each rank.
             ins: the number of bytes to send to each rank.
         """
@@ -214,7 +214,7 @@ class Transport:
         )
 
     def swap(self, out: Flat, data: Flat, timeout_s: float) -> Any:
-        """Start exchanging bytes with the only other member. Both members must know both sizes.
+        """Start exchanging bytes with the only other member, which must expect the same sizes.
 
         The receive is posted before the send, so that data flows in both directions at once. With
         Gloo's all_to_all, which sends first, half of the exchanges took twice as long on a 60 MB/s

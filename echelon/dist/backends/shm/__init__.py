@@ -1,1 +1,1 @@
-"""Provide echelon's engine for ranks on one host, which uses shared memory."""
+"""Provide the shared-memory engine for ranks on one host."""

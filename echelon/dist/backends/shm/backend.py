@@ -24,14 +24,14 @@ _LINE_BYTES = 64
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend, or "" if it can."""
+    """Return the reason this machine cannot run the backend, or "" if it can."""
     if not futex.available():
         return "needs Linux on a known architecture, for its futex"
     return "" if native.available() else _python_refusal()
 
 
 def _python_refusal() -> str:
-    """Return why the pure-Python engine cannot run here, or "" if it can.
+    """Return the reason the pure-Python engine cannot run here, or "" if it can.
 
     The engine relies on a processor that does not reorder loads, such as x86.
     """

@@ -72,7 +72,7 @@ class Words(Protocol):
 
 
 def publish(shared: Words, word: int, value: int, wakes: bool) -> None:
-    """Store a word once all earlier stores are visible, and wake the threads that sleep on it."""
+    """Store a word after all earlier stores; if `wakes`, wake the threads that sleep on it."""
     address = shared.address(word)
     if not STORES_STAY_IN_ORDER:
         wake(address)  # for its barrier: the data must be seen before the word

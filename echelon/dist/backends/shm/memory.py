@@ -6,7 +6,7 @@ Group rank 0 creates the segment and passes its descriptor to the other members 
 with a random abstract name (handover.py). The descriptor is closed as soon as the memory is mapped.
 (Python before 3.13 keeps a duplicate.)
 
-    one mark of 32 bytes per rank, padded to a page boundary | the engine's part
+    one mark of 32 bytes per rank, padded to a page boundary | the engine's region
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SharedMemory:
     """This process's mapping of the memory that `size` ranks share.
 
     Attributes:
-        offset: where the engine's part begins.
+        offset: the offset of the engine's region within the mapping, in bytes.
         map: the mapping.
     """
 
@@ -40,7 +40,7 @@ class SharedMemory:
         self.map = mmap.mmap(fd, self.offset + engine_bytes, **options)
 
     def write_mark(self, rank: int, mark: bytes) -> None:
-        """Write a rank's mark, so that other ranks can recognise this memory."""
+        """Write a rank's mark, so that other ranks can verify that they share this memory."""
         self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES] = mark
 
     def read_mark(self, rank: int) -> bytes:

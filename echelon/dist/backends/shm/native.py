@@ -160,7 +160,7 @@ class NativeEngine:
         return dict(self._engine.statistics())
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context manager that does nothing: submitted operations start at once."""
+        """Return a no-op context manager, because submitted operations start immediately."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
@@ -175,7 +175,7 @@ class NativeEngine:
         self._engine.abort()
 
     def close(self) -> None:
-        """Leave the group, unmap the shared memory and release the peers."""
+        """Leave the group, unmap the shared memory and release the peers' descriptors."""
         self._engine.close()
         self._peers.close()
         self._memory.close()
@@ -250,7 +250,7 @@ def _type_id(operation: Operation) -> int:
 
 
 def _split_bytes(operation: Operation) -> bytes | None:
-    """Return the sizes of the parts in bytes, as packed integers, or None if all are equal."""
+    """Return the split sizes in bytes, as packed integers; None without explicit splits."""
     splits = [*operation.input_splits, *operation.output_splits]
     if not splits:
         return None

@@ -6,15 +6,15 @@ data, and waits for the other ranks. Each rank then compares the calls of all ra
 the data of all ranks.
 
     up to 16 KB, or two ranks   each rank sums all slots                         1 phase
-    larger sums                 each rank sums its share, then copies all shares 2 phases
+    larger sums                 each rank sums its shard, then copies all shards 2 phases
     everything else                                                              1 phase
 
 Each rank alternates between two slots, for even and odd chunks. By the time a rank writes chunk
 k+2, all ranks have announced chunk k+1, so they have finished reading chunk k.
 
-If there are more ranks than usable cores, a waiting rank sleeps on the futex at once. With enough
-cores, it first yields the core repeatedly, for up to 300 us in total. A single yield that takes
-over 30 us shows that the core is busy, and the rank then stops yielding for a while.
+If there are more ranks than usable cores, a waiting rank sleeps on the futex immediately. With
+enough cores, it first yields the core repeatedly, for up to 300 us in total. A single yield that
+takes over 30 us shows that the core is busy, and the rank then stops yielding for 0.2 s.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class PythonEngine(HostEngine):
         self._num_ended += 1
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Mark the group as ended in shared memory, so that waiting ranks notice at once."""
+        """Mark the group as ended in shared memory, so that waiting ranks detect it immediately."""
         if self._is_cut or self._is_closed:
             return
         self._is_cut = True
@@ -168,7 +168,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Sum this rank's share of the chunk into its slot, then copy every rank's share."""
+        """Reduce this rank's shard of the chunk into its slot, then copy every rank's shard."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(

@@ -1,9 +1,9 @@
 """Map the same memory in all members of a group, and verify the result.
 
-The members exchange their locations through the store. Group rank 0 then passes the memory's
-descriptor to the other members. Finally, the members compare the marks that they wrote into the
-memory. Members are on the same host if they share the boot ID, the network namespace and the
-memory; host names are not compared.
+The members exchange their host and process identities through the store. Group rank 0 then passes
+the memory's descriptor to the other members. Finally, the members compare the marks that they wrote
+into the memory. Members are on the same host if they share the boot ID, the network namespace and
+the memory; host names are not compared.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _adopt(facts: list[dict[str, Any]], me: int, pidfds: dict[int, int]) -> None
 
 
 class _Check:
-    """A check that raises an error if a member dies while the group is being created."""
+    """A callable that raises an error if a member dies while the group is being created."""
 
     def __init__(self, members: Members, peers: Peers) -> None:
         self._members = members

@@ -54,7 +54,7 @@ class Rings:
         self._full.discard(peer)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Wait until the bell rings, unless there is already work to do.
+        """Block until the bell rings or the timeout expires, unless work is already pending.
 
         Returns:
             The peers from which data can be read.
@@ -67,7 +67,7 @@ class Rings:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose rings were full and now have space again."""
+        """Return the peers whose rings were full and have space again."""
         free = self._has_room()
         self._full.difference_update(free)
         return free

@@ -37,7 +37,7 @@ _MAX_BLAMED = 64
 
 
 class Segment:
-    """Views of the engine's part of the shared memory."""
+    """Views of the engine's region of the shared memory."""
 
     def __init__(self, memory: SharedMemory, slot_bytes: int, ring_bytes: int) -> None:
         self.size = memory.size
@@ -108,7 +108,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return why a rank has left and which ranks it blames, or (0, []) for a current member."""
+        """Return the reason a rank left and the ranks it blames; (0, []) for a current member."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:
@@ -122,13 +122,13 @@ class Segment:
         return int(self.words[rank * CONTROL_BYTES // 4 + _ENDED_OFFSET // 4])
 
     def close(self) -> None:
-        """Release the shared memory."""
+        """Release the views of the shared memory."""
         self.words.release()
         self._view.release()
         del self._bytes
 
 
 def segment_bytes(size: int, slot_bytes: int, ring_bytes: int) -> int:
-    """Return the size of the engine's part of the shared memory, in bytes."""
+    """Return the size of the engine's region of the shared memory, in bytes."""
     rings = size * size * (RING_HEAD_BYTES + ring_bytes)
     return size * (CONTROL_BYTES + 2 * slot_bytes) + rings

@@ -4,8 +4,8 @@
 
     dtypes and reductions that oneCCL lacks  all_gather, then a reduction here in rank order
     reduce, gather                           all_reduce, all_gather into the engine's own memory
-    scatter                                  broadcast; each rank keeps its part
-    all_to_all with splits                   all_to_all of parts padded to the longest
+    scatter                                  broadcast; each rank keeps its shard
+    all_to_all with splits                   all_to_all of splits padded to the longest
     send, recv                               refused, because the plugin crashes (seen with
                                              2022.1.2); `router.py` uses another engine for them
 
@@ -51,7 +51,7 @@ _BYTE = library.DTYPES["uint8"]
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend, or "" if it can."""
+    """Return the reason this machine cannot run the backend, or "" if it can."""
     return library.check("xpu" if _has_gpu() else "cpu")
 
 
@@ -59,7 +59,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Create a group's engine; every member must call this.
 
     Raises:
-        ValueError: the library is already loaded for a different kind of memory.
+        ValueError: the library cannot be loaded, or is already loaded for another kind of device.
         CollectiveTimeoutError: some members did not join within `timeout_s`.
     """
     device = members.device or ("xpu" if _has_gpu() else "cpu")
@@ -108,7 +108,7 @@ class _Worker:
 
 
 class _Shared:
-    """State shared by all groups of the process and released by the last of them."""
+    """Resources shared by all groups of the process; the last group to close releases them."""
 
     def __init__(self) -> None:
         self.lane = Lane("echelon-xccl-lane")
@@ -117,7 +117,7 @@ class _Shared:
         self.is_stuck = False
 
     def give_up(self, *kept: Any) -> None:
-        """Abandon the worker, keep its memory alive, and let the process exit without it."""
+        """Abandon the worker, keep its memory alive, and do not wait for it at process exit."""
         self.is_stuck = True
         keep_for_ever(self, kept)
 
@@ -198,7 +198,7 @@ class XcclEngine:
         }
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Return why messages are refused, or "" for other operations."""
+        """Return the reason messages are refused, or "" for other operations."""
         if kind in ("send", "recv"):
             return "has no messages on the host: oneCCL's CPU plugin crashes in them"
         return ""
@@ -215,7 +215,7 @@ class XcclEngine:
         return self._shared.lane.submit(lambda: self._carry_out(operation, watch))
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context manager that does nothing: operations are queued when submitted."""
+        """Return a no-op context manager, because operations are queued when submitted."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
@@ -332,7 +332,7 @@ class XcclEngine:
     def _reduce_scatter_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Exchange parts padded to the longest part's length, and sum them in rank order."""
+        """Exchange shards padded to the longest shard's length, and reduce them in rank order."""
         longest = max(operation.input_splits)
         if not longest:
             return
@@ -379,7 +379,7 @@ class XcclEngine:
     def _all_gather_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Gather all ranks' parts, padded to the length of the longest, and strip the padding."""
+        """Gather all ranks' arrays, padded to the length of the longest, and strip the padding."""
         splits = operation.output_splits
         if not max(splits):
             return

@@ -17,7 +17,7 @@ def keep_for_ever(*things: Any) -> None:
 
 
 def _skip_destructors() -> None:
-    """Make exit() end the process at once, without running library destructors."""
+    """Make exit() end the process immediately, without running library destructors."""
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

@@ -88,7 +88,7 @@ def _folders() -> Iterator[Path]:
 
 @functools.cache
 def check(device: str) -> str:
-    """Return why the library cannot be loaded for a kind of device, or "" if it can.
+    """Return the reason the library cannot be loaded for a kind of device, or "" if it can.
 
     The library is loaded in a separate process, so that this process is left unchanged.
     """

@@ -1,7 +1,7 @@
 """Build a group's collectives from those that a library provides.
 
 gather, scatter and all_to_all consist of sends and receives that are launched together. A sum in
-rank order is a gather followed by a reduction in torch.
+rank order is an exchange of the ranks' data followed by a reduction in torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ON_BOOL = {"bor": "max", "max": "max", "band": "min", "min": "min"}
 
 
 def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> str:
-    """Return why the library cannot carry out this kind of operation, or "" if it can.
+    """Return the reason the library cannot run this kind of operation, or "" if it can.
 
     bool arrays are reduced as bytes: "or" as the maximum, and "and" as the minimum.
     """
@@ -166,7 +166,7 @@ class Collectives:
     def _all_reduce_in_order(
         self, on: Communicator, operation: Operation, source: Any, target: Any, op: str, stream: Any
     ) -> None:
-        """Reduce one part of the elements on each rank, and then gather the parts.
+        """Reduce one shard of the elements on each rank, and then all-gather the shards.
 
         This needs memory for one additional copy of the data.
         """

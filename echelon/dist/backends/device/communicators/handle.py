@@ -34,7 +34,7 @@ class Handle:
 
     @property
     def is_ended(self) -> bool:
-        """True if new calls are rejected."""
+        """True once the communicator rejects new calls because it is ending or has ended."""
         return bool(self._ends)
 
     @property

@@ -23,7 +23,7 @@ class Lanes:
         rank: this process's rank in the group.
         name: the group's name, for errors.
         index: the index of this rank's device.
-        store: the store through which the two ends of a lane meet.
+        store: the store through which the two ends of a lane find each other.
         clock: the clock of the device.
     """
 
@@ -54,7 +54,7 @@ class Lanes:
         return [out if operation.kind == "send" else back]
 
     def prepare(self, operation: Operation) -> None:
-        """Check that the lane for a message exists or can be created.
+        """Check that the lanes for a message exist or can be created.
 
         Raises:
             ValueError: the maximum number of lanes has been reached.

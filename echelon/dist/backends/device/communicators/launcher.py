@@ -30,15 +30,15 @@ class Launcher:
         return key in self._known
 
     def note(self, key: Hashable) -> None:
-        """Record that a call with this key has succeeded outside the launcher."""
+        """Record that a call with this key has succeeded, before its job returns."""
         self._known.add(key)
 
     def launch(self, job: Job, key: Hashable) -> None:
         """Run a job on the caller's thread or on the launcher's thread.
 
         Args:
-            key: identifies the connections that the job uses, of which only the first use can
-                block; None if every call of the job might block.
+            key: identifies the connections that the job uses; only their first use can block. None
+                means that the job may block every time.
         """
         with self._changed:
             is_free = not self._is_busy and not self._jobs

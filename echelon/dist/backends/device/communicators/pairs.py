@@ -1,8 +1,8 @@
 """Provide lanes, which transfer messages between the devices of two ranks.
 
 A send blocks its stream and its communicator until the receive runs. Every lane therefore has its
-own communicator and its own stream, so lanes never wait for each other. A lane leads from one rank
-to another, and is named after a tag or a channel. Messages within a lane are ordered.
+own communicator and its own stream, so lanes never wait for each other. A lane carries messages
+from one rank to another, in order, and is named after a tag or a channel.
 
 A lane is created by its first message or by a call to `open`. Libraries establish the connection
 in the first call, so one byte is sent over each new lane. The lane is open once this byte has
@@ -39,7 +39,7 @@ class Way:
 
     @property
     def path(self) -> str:
-        """The store key through which the two ends of the lane meet."""
+        """The prefix of the store keys through which the two ends of the lane find each other."""
         return f"lane/{self.sender}/{self.receiver}/{self.name}"
 
 
@@ -51,7 +51,7 @@ class Lane:
         way: the lane's direction and name.
         rank: this process's rank in the group.
         index: the index of this rank's device.
-        store: the store through which the two ends of the lane meet.
+        store: the store through which the two ends of the lane find each other.
         clock: the clock of the device.
     """
 
@@ -80,12 +80,12 @@ class Lane:
 
     @property
     def is_connected(self) -> bool:
-        """True if the lane is connected, so that messages do not block the host."""
+        """True once the lane is connected, so that messages do not block the host."""
         return self._launcher.knows(_MESSAGE)
 
     @property
     def handle(self) -> Handle | None:
-        """The communicator, or None while the lane is not open."""
+        """The communicator, or None until it has been created."""
         return self._handle
 
     def launch(self, pending: DevicePending, check: Callable[[], None]) -> None:

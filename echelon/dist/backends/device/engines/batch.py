@@ -1,4 +1,4 @@
-"""Group the operations of one `coalesce()` block into batches that may run concurrently."""
+"""Split the operations of a `coalesce()` block into groups; each group may run concurrently."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def connection_key(operation: Operation) -> tuple[object, ...]:
 
 
 def apart(batch: Sequence[Call]) -> list[list[Call]]:
-    """Split a batch into parts, such that no two operations in a part use the same memory.
+    """Split a batch, in order, into lists of operations whose memory does not overlap.
 
-    A library may run the operations in a part concurrently.
+    A library may run the operations in one list concurrently.
     """
     parts: list[list[Call]] = []
     used: list[tuple[int, int]] = []

@@ -68,7 +68,7 @@ class StagedEngine:
         self._is_closed = False
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host engine cannot carry out this kind of operation, or "" if it can."""
+        """Return the reason the host engine refuses this kind of operation, or ""."""
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
@@ -129,7 +129,7 @@ class StagedEngine:
         return self._reason
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing."""
+        """Return a no-op context manager."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
@@ -150,7 +150,7 @@ class StagedEngine:
         self._host.close()
 
     def drain(self, check: Any) -> None:
-        """Block until the device has completed the work on the caller's streams."""
+        """Block until each device used so far has completed the work on its current stream."""
         accelerator = self._runtime.accelerator
         events = []
         for index in list(self._streams):

@@ -86,7 +86,7 @@ class StreamEngine:
     # ---- what can be carried ----
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the library cannot carry out this kind of operation, or "" if it can."""
+        """Return the reason the library cannot run this kind of operation, or "" if it can."""
         return refuses(self._library, kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
@@ -331,14 +331,14 @@ class StreamEngine:
         return self._store.get("unique_id")
 
     def _fly(self) -> bool:
-        """Remove the oldest operations that have ended; return whether any operations remain."""
+        """Remove ended operations from the front of the queue; return whether any remain."""
         with self._lock:
             while self._flying and self._flying[0].is_over:
                 self._flying.popleft()
             return bool(self._flying)
 
     def _let_go(self) -> None:
-        """Wait briefly until detached sends have been received."""
+        """Wait up to `_LET_GO_S` seconds for detached sends to complete."""
         limit_s = time.monotonic() + _LET_GO_S
         sent = [one for one in list(self._flying) if one.is_detached]
         while time.monotonic() < limit_s and not all(one.done for one in sent):
