@@ -28,7 +28,7 @@ _GLOO = re.compile(r"\d+ pt_gloo_runloop")
 
 
 def main_frames(native: str) -> tuple[str, ...]:
-    """Return the main thread's C frames, innermost first, without marks or file names."""
+    """Return the main thread's C frames, innermost first, without the `?` marks."""
     lines = native.splitlines()
     below = itertools.takewhile(lambda line: line[:1] == " ", lines[1:])
     return tuple(line.strip().removeprefix("? ") for line in below)

@@ -71,7 +71,7 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A phase of a rank, with times on rank 0's clock."""
+    """A named phase of a rank's program, with times on rank 0's clock."""
 
     name: str
     detail: str

@@ -52,12 +52,12 @@ class Picture:
 
     @property
     def whole(self) -> Evidence:
-        """The whole evidence, including the calls of mismatches that the job survived."""
+        """The whole evidence, including the calls of errors that the job survived."""
         return self.recorded or self.evidence
 
     @cached_property
     def lanes_in_use(self) -> Sequence[Lanes]:
-        """The lanes of all groups, except groups ended by a mismatch that the job survived."""
+        """The lanes of all groups, except groups ended by an error that the job survived."""
         over = {one.group for one in self.survived if one.is_group_over}
         return [lanes for lanes in self.lanes if lanes.group not in over]
 
@@ -68,7 +68,7 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The graph of the stuck waits and the waits that they depend on."""
+        """The wait-for graph of the stuck waits and the waits that they depend on."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))
@@ -138,7 +138,7 @@ class Picture:
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """The ranks about which nothing is known."""
+        """The ranks that left neither operations nor a stack."""
         ranks = self.evidence.ranks
         recorded = {rank for rank, facts in ranks.items() if facts.has_ring and len(facts.rows)}
         silent = {
@@ -155,7 +155,7 @@ class Picture:
         return broken_links(self.evidence.ranks)
 
     def links_within(self, ranks: Iterable[int]) -> tuple[BrokenLink, ...]:
-        """Return the broken connections with both ends among `ranks`."""
+        """Return the broken links with both ends among `ranks`."""
         within = set(ranks)
         return tuple(
             one for one in self.broken_links if one.sender in within and one.receiver in within
@@ -167,7 +167,7 @@ class Picture:
 
     @property
     def in_trouble(self) -> bool:
-        """True if anything is definitely wrong."""
+        """True if any rank is disturbed, or if the snapshot was taken for a stall or a failure."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
@@ -188,12 +188,15 @@ class Picture:
         return reached | set(self.graph.fallout(reached))
 
     def wait_for(self, ranks: Iterable[int]) -> Wait | None:
-        """Return the earliest wait for any of `ranks`."""
+        """Return the earliest wait for any of `ranks`, or None if no rank waits for them.
+
+        Waits for `ranks` alone are preferred.
+        """
         return next(iter(self.graph.waits_for(ranks)), None)
 
 
 def take_picture(recorded: Evidence) -> Picture:
-    """Match the records and build the wait-for graph, ignoring mismatches that the job survived."""
+    """Match the records and build the wait-for graph, ignoring errors that the job survived."""
     evidence, survived = without_survived(recorded)
     lanes = all_lanes(evidence)
     if evidence.foreign == "torch":
@@ -220,7 +223,7 @@ def failed_last(facts: RankEvidence) -> Any | None:
 
 
 def last_row(facts: RankEvidence) -> Any | None:
-    """Return the row of the operation that a rank began most recently, or None."""
+    """Return the row of the operation that a rank began most recently, or None without rows."""
     return facts.rows[-1] if len(facts.rows) else None
 
 

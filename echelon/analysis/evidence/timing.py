@@ -129,7 +129,7 @@ def clocks_contradict(
 class RankTime:
     """How one rank spent its time.
 
-    `phases_s` contains the total time of each span name and of communication.
+    `phases_s` maps each span name, and `communication`, to its total time.
     """
 
     rank: int
@@ -159,7 +159,7 @@ class Timing:
 
     @property
     def slowest(self) -> tuple[RankTime, ...]:
-        """The ranks sorted by lateness, latest first."""
+        """The ranks in descending order of mean lag."""
         return tuple(sorted(self.ranks, key=lambda rank: (-rank.mean_lag_s, rank.rank)))
 
 
@@ -190,7 +190,7 @@ def timing_of(picture: Picture) -> Timing:
 
 
 def _add_calls(calls: dict[tuple[str, int], list[float]], lanes: Lanes, found: Arrivals) -> None:
-    """Add one group's calls to the counts, nanoseconds and bytes of each kind of call."""
+    """Add one group's calls to the totals of each kind of call: count, nanoseconds and bytes."""
     numbers = lanes.column("call")[0, found.columns]
     sizes = lanes.column("num_bytes", 0)[0, found.columns]
     for number in np.unique(numbers).tolist():

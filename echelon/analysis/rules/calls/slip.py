@@ -33,7 +33,7 @@ _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 @dataclass(frozen=True, kw_only=True)
 class Slip:
-    """The ranks that slipped, and by how many calls."""
+    """A slip: the ranks that slipped, and by how many calls."""
 
     lanes: Lanes
     column: int
@@ -48,7 +48,7 @@ class Slip:
 
 
 def slip_at(found: Divergence) -> Slip | None:
-    """Return the slip that explains a divergence, or None if there is none."""
+    """Return the slip that explains a divergence, or None if no slip does."""
     odd = culprits(found)
     usual = next((side for side in found.sides if not set(side) & set(odd)), None)
     if usual is None:  # a tie: try both assignments
@@ -269,10 +269,9 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def silent_slip(lanes: Lanes) -> Slip | None:
-    """Return a slip that shows only in call sites or step numbers, or None if there is none.
+    """Return a slip that shows only in call sites or step numbers, or None.
 
-    Use this function only if something is already wrong, because programs may number their steps
-    freely.
+    Call this only if a fault is already evident, because programs may number their steps freely.
     """
     if len(lanes.members) < 2 or not lanes.rows.shape[1]:
         return None

@@ -1,4 +1,4 @@
-"""Define `Reading` and the signature of the tests that produce a reading."""
+"""Define `Reading`, and the signature of the tests that return one."""
 
 from __future__ import annotations
 

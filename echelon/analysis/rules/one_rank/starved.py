@@ -1,6 +1,6 @@
 """Detect a process that gets no CPU time.
 
-The recorder has two heartbeats: a Python thread, which needs the interpreter's lock, and a native
+The recorder has two heartbeats: a Python thread, which needs the interpreter lock, and a native
 thread, which needs only a CPU. If only the Python heartbeat is old, some code holds the lock.
 If both heartbeats are old, the process has not been running at all.
 """

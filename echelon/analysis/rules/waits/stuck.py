@@ -52,7 +52,7 @@ _ACTIONS = {
 def find_stuck(picture: Picture) -> list[Finding]:
     """Report the sinks, earliest wait first.
 
-    Sinks share a finding if they have the same cause and block the same operation.
+    Sinks that have the same cause and block the same operation are reported as one finding.
     """
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}
@@ -131,10 +131,11 @@ def find_lost(picture: Picture) -> list[Finding]:
 
 
 def suspects(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks to examine: the sinks or, in a silent stall, every running rank.
+    """Return the ranks to examine: the sinks or, in a stall without waits, every running rank.
 
-    Ranks outside any operation are preferred. If there are none, the suspects are ranks whose peers
-    have completed the operation.
+    Sinks outside any operation are preferred, followed by ranks that are still inside an operation
+    although their peers completed it. Without waits, the ranks that timeout errors name as missing
+    are preferred.
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
@@ -169,7 +170,7 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 def accused(picture: Picture) -> tuple[int, ...]:
     """Return the ranks that other ranks' timeout errors name as missing.
 
-    Ranks that failed themselves are left out.
+    Ranks that themselves raised an exception are left out.
     """
     named: set[int] = set()
     for facts in picture.evidence.ranks.values():

@@ -206,7 +206,7 @@ def _regular_size(
 
 @dataclass(frozen=True, slots=True)
 class TorchRank:
-    """The parts of a rank's file that the loader keeps."""
+    """The contents of a rank's file that the loader keeps."""
 
     rank: int
     members: Mapping[str, tuple[int, ...]]
