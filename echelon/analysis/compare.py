@@ -47,7 +47,7 @@ class MicroBatch:
 
 @dataclass
 class Bits:
-    """The fingerprints that one run recorded.
+    """The fingerprints recorded in one run.
 
     Attributes:
         micro_batches: the records of micro-batches, keyed by step and micro-batch number. For a
@@ -102,7 +102,7 @@ def compare(first: Path, second: Path) -> Parting:
 
 
 def read_bits(folder: Path) -> Bits:
-    """Read the fingerprints that a run recorded.
+    """Read the fingerprints recorded in one run.
 
     Raises:
         ValueError: the folder has no fingerprints.

@@ -1,6 +1,6 @@
 """Turn a `Picture` into a report: run the rules, choose the root, and order the findings.
 
-The report lists the root first, followed by any further roots and by the endings of other ranks.
+The report lists the root first, followed by any further roots and by other ranks that ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define the result of an analysis: findings with causes, culprits and evidence, and the report.
+"""The result of an analysis: a report of findings, each with a cause, culprits and evidence.
 
 `docs/verdicts.md` explains the terms. `Report.to_json` defines the output format of `fr-analyze
 --json`.
@@ -85,7 +85,7 @@ class Alternative:
     against: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the alternative as `fr-analyze --json` prints it."""
+        """Return the alternative as a JSON object in the format of `fr-analyze --json`."""
         return {
             "cause": self.cause.value,
             "culprit_ranks": list(self.culprit_ranks),
@@ -130,7 +130,7 @@ class Finding:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as `fr-analyze --json` prints it."""
+        """Return the finding as a JSON object in the format of `fr-analyze --json`."""
         shown: dict[str, Any] = {
             "cause": self.cause.value,
             "culprit_ranks": list(self.culprit_ranks),

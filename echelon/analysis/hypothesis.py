@@ -55,7 +55,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The chosen root and the additional findings."""
+    """The chosen roots, and the remaining hypotheses."""
 
     roots: tuple[Finding, ...]
     rest: tuple[Hypothesis, ...]

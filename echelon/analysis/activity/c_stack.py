@@ -1,6 +1,6 @@
 """Determine from a thread's C frames what the thread is waiting for.
 
-The innermost function is known for certain. Its callers, marked with `?`, come from a scan of the
+The innermost function is certain. Its callers, marked with `?`, come from a scan of the
 stack's memory and may be left over from earlier calls (see `host/native_stacks.py`). Therefore only
 the frames next to the innermost function are used.
 """

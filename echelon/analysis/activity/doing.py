@@ -1,4 +1,4 @@
-"""Define the classifier's result: a thread's activity and the frame that indicates it."""
+"""The classifier's result: a thread's activity and the frame that indicates it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.analysis.evidence.stacks.frames import Frame
 
 
 class Doing(Enum):
-    """A thread's activity, with a phrase that completes "rank R ..." as its value."""
+    """A thread's activity. The value is a phrase that completes "rank R ..."."""
 
     COLLECTIVE = "waits for its peers in a collective"
     BACKWARD = "is in a backward pass"

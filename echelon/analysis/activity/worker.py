@@ -1,4 +1,4 @@
-"""Classify the role and the activity of a rank's child processes.
+"""Classify a rank's child processes by role and activity.
 
 The outermost frames of a forked worker are inherited from its parent. Only the frames called from
 the worker's loop are its own.
@@ -38,7 +38,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerState:
-    """A rank's child process, and what it is doing."""
+    """A rank's child process, with its role and its activity."""
 
     child: HostChild
     role: Role
@@ -84,7 +84,7 @@ class WorkerState:
 
 
 def read_worker(child: HostChild) -> WorkerState:
-    """Determine the role and the activity of a rank's child process."""
+    """Classify one child process of a rank by role and activity."""
     thread = main_thread(child.stacks)
     frames = thread.frames if thread else ()
     loop = next((n for n, one in enumerate(frames) if _LOADER.search(one.file)), None)

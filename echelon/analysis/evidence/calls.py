@@ -1,4 +1,4 @@
-"""Represent calls and their arguments.
+"""Calls with their arguments, and the tables that all ranks' records refer to.
 
 [Note: exact calls and comparable calls] Even in a correct collective, two ranks may pass different
 arguments. For example, the output splits of an all_to_all are the transpose of its input splits.
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Tables:
-    """The tables of calls and strings (sites, stacks, errors) that all ranks share."""
+    """The tables of calls and strings (sites, stacks, errors), common to all ranks."""
 
     def __init__(self) -> None:
         self.texts: list[str] = [""]

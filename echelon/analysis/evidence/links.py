@@ -65,7 +65,7 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 
 
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
-    """Return the ranks at the end of most broken links, or () if no end stands out.
+    """Return the ranks at the end common to most broken links, or () if no end stands out.
 
     Hosts are compared first, then ranks.
     """

@@ -44,7 +44,7 @@ class Picture:
     _memory: dict[str, Any] = field(default_factory=dict)
 
     def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
-        """Return a fact about the whole job, computing it only once."""
+        """Return `find(self)`, computed once and then cached under `key`."""
         if key not in self._memory:
             self._memory[key] = find(self)
         found: _Found = self._memory[key]
@@ -74,13 +74,13 @@ class Picture:
         return WaitGraph(tuple(self._with_reached(old, waits)))
 
     def is_stuck(self, wait: Wait) -> bool:
-        """Return whether a wait is considered stuck rather than in flight."""
+        """Return whether a wait counts as stuck rather than in flight."""
         if self.evidence.foreign or self.evidence.incident.kind == "failure":
             return True
         return not self.is_in_flight(wait.age_s)
 
     def is_in_flight(self, age_s: float) -> bool:
-        """Return whether an operation of this age is considered in flight."""
+        """Return whether an operation of this age counts as in flight rather than stuck."""
         if self.evidence.incident.kind == "stall":
             return age_s < _YOUNG_SHARE * self._oldest_s
         return age_s < STUCK_AFTER_S
@@ -177,9 +177,10 @@ class Picture:
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return all ranks that are affected by dead ranks, including the dead ranks themselves.
+        """Return the dead ranks and all ranks affected by them.
 
-        These are the ranks in the same operations, and all ranks waiting for any of them.
+        Affected ranks are inside the same operations as a dead rank, or wait for any of these
+        ranks.
         """
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
@@ -223,14 +224,14 @@ def failed_last(facts: RankEvidence) -> Any | None:
 
 
 def last_row(facts: RankEvidence) -> Any | None:
-    """Return the row of the operation that a rank began most recently, or None without rows."""
+    """Return the row of the operation that a rank began last, or None if it has no rows."""
     return facts.rows[-1] if len(facts.rows) else None
 
 
 def has_moved(facts: RankEvidence) -> bool:
     """Return whether a rank made progress between the two snapshots.
 
-    If its stacks are known, the main thread must also have moved.
+    If stacks were captured, the main thread's stack must also have changed.
     """
     host = facts.host
     if host.later_gap_s <= 0 or host.later_recorded <= 0:

@@ -68,7 +68,7 @@ class Arrivals:
 
 
 def arrivals(lanes: Lanes) -> Arrivals | None:
-    """Return the arrival lags of one group, or None if there are no completed collectives."""
+    """Return the arrival lags of one group, or None if no collective completed on all members."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     if len(lanes.members) < 2 or not done.any() or lanes.strangers:
         return None

@@ -1,8 +1,8 @@
 """Determine whether the members of a group continued after an error that ended the group.
 
-A rank has continued only if it completed collectives in several later steps; barriers do not count,
-because clean-up code may call them. If a program marks no steps, a rank has continued if it calls
-collectives at the same lines as before the error.
+A rank has continued only if it completed collectives in at least two later steps. Barriers do not
+count, because clean-up code may call them. If a program does not mark steps, a rank has continued
+if it calls collectives at the same lines as before the error.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Continuation:
 
     @cached_property
     def _common(self) -> npt.NDArray[np.int64]:
-        """The keys of all collectives in `_since_error`, for finding them in other ranks' rows."""
+        """The keys of all collectives in `_since_error`, used to find them in other ranks' rows."""
         return np.unique(np.concatenate([_keys(rows) for rows in self._since_error.values()]))
 
     def _counts(self, rows: Rows) -> npt.NDArray[np.bool_]:

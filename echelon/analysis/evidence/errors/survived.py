@@ -211,7 +211,7 @@ def _continuation(evidence: Evidence, one: _Break) -> Continuation:
 
 
 def _ended_alike(evidence: Evidence) -> bool:
-    """Return whether all ranks exited with the same error code and none was inside a call."""
+    """Return whether all ranks exited with one error code, none by an exception or inside a call."""
     hosts = [facts.host for facts in evidence.ranks.values()]
     codes = {0 if host.alive or host.stopped_by_agent else host.exit_code for host in hosts}
     if len(codes) != 1 or not 0 < (codes.pop() or 0) < _SIGNALLED:
@@ -220,7 +220,10 @@ def _ended_alike(evidence: Evidence) -> bool:
 
 
 def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
-    """Return whether a rank ended with an exception or while inside another call."""
+    """Return whether a rank raised an exception or did not complete its last call.
+
+    A mismatch in the last call does not count.
+    """
     if facts.last_words is not None:
         return True
     if not len(facts.rows) or facts.rows[-1]["state"] == State.COMPLETED:
@@ -270,7 +273,7 @@ def _earliest_row(evidence: Evidence, one: _Break) -> Any:
 
 
 def _ended_by(facts: RankEvidence, seen: Survived) -> bool:
-    """Return whether the error demonstrably ended a rank or one of its threads."""
+    """Return whether the records show that the error ended a rank or one of its threads."""
     for words in (facts.last_words, facts.thread_words):
         if words is not None and _names(words.type, words.message, words.traceback, seen):
             return True

@@ -61,7 +61,7 @@ class Thread:
 
     @property
     def is_main(self) -> bool:
-        """True if the outermost frame is a module's or belongs to `runpy`, which runs scripts."""
+        """True if the outermost frame is module-level code or belongs to `runpy`."""
         if not self.frames:
             return False
         outermost = self.frames[-1]

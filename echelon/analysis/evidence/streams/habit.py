@@ -109,7 +109,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return the last position before `place` at which the same calls led to a different call.
+    """Return the last position before `place` where the same calls preceded a different call.
 
     Return None if there is no such position.
     """

@@ -183,7 +183,7 @@ def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
 
 
 def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
-    """Return the first position at which the sequences differ."""
+    """Return the first position at which the sequences differ, or None."""
     found: list[int] = []
     usual = max(lines, key=len)
     for line in lines:

@@ -1,6 +1,6 @@
 """Build the timeline: the last operations and spans of every rank, encoded as integers.
 
-Times are in microseconds from a common start. The total number of boxes is limited, so each rank
+Times are in microseconds since a common start. The total number of boxes is limited, so each rank
 shows fewer operations in a larger world.
 """
 

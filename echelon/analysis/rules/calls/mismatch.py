@@ -40,7 +40,7 @@ class Divergence:
 
     @property
     def sequence(self) -> int:
-        """The sequence number of the column in the group."""
+        """The sequence number at which the calls differ."""
         return int(self.lanes.sequences[self.column])
 
     @property
@@ -166,7 +166,7 @@ def earliest(picture: Picture) -> Divergence | None:
 
 
 def find_mismatch(picture: Picture) -> list[Finding]:
-    """Report the earliest call on which ranks differ."""
+    """Report the earliest divergence between the calls of the ranks."""
     found = earliest(picture)
     return [] if found is None else [describe(picture, found)]
 

@@ -33,7 +33,7 @@ _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 @dataclass(frozen=True, kw_only=True)
 class Slip:
-    """A slip: the ranks that slipped, and by how many calls."""
+    """The ranks that slipped in one group, and by how many calls."""
 
     lanes: Lanes
     column: int
@@ -146,7 +146,7 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Detect that only one side has finished its loop over the batches."""
+    """Detect that only the odd side has exhausted its data loader."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False
@@ -230,7 +230,7 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Return whether a call differs from the call that has always followed the preceding calls.
+    """Return whether a call has never before followed the calls that precede it.
 
     The result is None if the preceding calls do not occur earlier in the rank's record.
     """

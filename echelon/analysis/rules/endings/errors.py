@@ -1,8 +1,8 @@
-"""Classify errors from torch, NCCL and echelon by what they blame.
+"""Classify errors from torch, NCCL and echelon by their origin.
 
-An error may be the fault of the rank itself, its memory or its device. Errors that blame a peer,
-the network or a watchdog are only consequences. If the type of an exception is ambiguous, its
-message is examined.
+An error may originate in the rank itself, its memory or its device. Errors caused by a peer, the
+network or a watchdog are only consequences. If the type of an exception is ambiguous, its message
+is examined.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _DIED_BY_WATCHDOG = re.compile(
 
 
 class Meaning(Enum):
-    """What an uncaught error blames."""
+    """The origin of an uncaught error."""
 
     OWN = "the rank's own"
     CONSEQUENCE = "of a peer, the network or a watchdog"
@@ -84,7 +84,7 @@ class Meaning(Enum):
 def meaning_of(
     type_name: str, message: str, bases: tuple[str, ...] = (), traceback: str = ""
 ) -> Meaning:
-    """Classify an uncaught error.
+    """Classify an uncaught error by its origin.
 
     Args:
         bases: the base classes of the error's type, if recorded.
@@ -135,7 +135,7 @@ def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how many seconds a rank had waited when Gloo timed out, or 0 without a timeout."""
+    """Return how many seconds a rank had waited when Gloo timed out, or 0 if Gloo did not."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 

@@ -1,4 +1,4 @@
-"""Detect ranks that were late for an operation from the other ranks' stderr.
+"""Detect, from other ranks' stderr, ranks that did not join an operation in time.
 
 Before torch's watchdog ends a process, it logs the operation that timed out. A rank whose watchdog
 logged nothing did not join the operation. If Gloo times out on one rank, the other waiting ranks

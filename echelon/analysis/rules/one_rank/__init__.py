@@ -1,1 +1,1 @@
-"""Detect signs of trouble in a single rank."""
+"""Determine what a single rank is doing from its stack, spans and process state."""

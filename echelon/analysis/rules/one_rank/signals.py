@@ -36,7 +36,7 @@ def innermost_span(facts: RankEvidence) -> Span | None:
 
 
 def heartbeat_age_s(facts: RankEvidence) -> float:
-    """Return the age of the Python heartbeat in seconds, or 0 if it is unknown or recent."""
+    """Return the age of the Python heartbeat in seconds, or 0 if unknown or still beating."""
     beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:
@@ -51,7 +51,7 @@ def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def users_line(facts: RankEvidence) -> Frame | None:
-    """Return the innermost frame of user code on the main thread, or None if there is no stack."""
+    """Return the innermost frame of user code on the main thread, or None without a stack."""
     thread = main_thread(facts.host.stacks)
     return users_frame(thread.frames) if thread else None
 

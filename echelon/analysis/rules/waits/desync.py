@@ -21,7 +21,7 @@ _SMALL_RING = 2
 
 
 def find_desync(picture: Picture) -> list[Finding]:
-    """Report the ranks in a cycle of waits."""
+    """Report the ranks in a cycle of waits, or the one rank that caused the cycle."""
     ring = picture.graph.cycle()
     if not ring:
         return []

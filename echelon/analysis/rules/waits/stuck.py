@@ -1,7 +1,7 @@
-"""Examine the ranks that other ranks are waiting for and that are not waiting themselves.
+"""Examine the sinks of the wait-for graph.
 
-Such a rank is a sink of the wait-for graph. Its own signals show what it is doing (see
-`one_rank/`).
+A sink is a rank that other ranks wait for but that does not wait itself. Its own signals show what
+it is doing (see `one_rank/`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int
 def find_all_busy(picture: Picture) -> list[Finding]:
     """Report a stall in which all ranks are computing and no rank is waiting.
 
-    A long compilation, evaluation or preprocessing step also looks like this.
+    A long compilation, evaluation or preprocessing step looks the same.
     """
     evidence = picture.evidence
     ranks = evidence.ranks

@@ -118,7 +118,7 @@ class ReadRows:
 
     Attributes:
         tops: the highest counters of each (name, description) pair.
-        called_only: the pairs whose recorder does not record which operations completed.
+        called_only: the pairs for which the recorder logs calls but not completions.
         counts_in_status: whether `pg_status` counts collectives in the same way as the entries.
     """
 
@@ -129,7 +129,7 @@ class ReadRows:
 
 
 class TorchRows:
-    """A converter of entries to rows that refer to shared tables."""
+    """A converter from torch's entries to rows that refer to shared tables."""
 
     def __init__(self, tables: Tables) -> None:
         self.pairs: list[tuple[str, str]] = []
