@@ -211,7 +211,10 @@ def _continuation(evidence: Evidence, one: _Break) -> Continuation:
 
 
 def _ended_alike(evidence: Evidence) -> bool:
-    """Return whether all ranks exited with one error code, none by an exception or inside a call."""
+    """Return whether all ranks exited with the same error code.
+
+    The result is False if any rank raised an exception or did not complete its last call.
+    """
     hosts = [facts.host for facts in evidence.ranks.values()]
     codes = {0 if host.alive or host.stopped_by_agent else host.exit_code for host in hosts}
     if len(codes) != 1 or not 0 < (codes.pop() or 0) < _SIGNALLED:
