@@ -30,7 +30,7 @@ class Doing(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """What one thread is doing, with the frame that indicates it.
+    """The activity of one thread, with the frame that indicates it.
 
     Attributes:
         line: the frame to report: the innermost frame of user code, if the stack has one.

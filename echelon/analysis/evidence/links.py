@@ -48,7 +48,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the broken links, starting with those that have the most waiting bytes."""
+    """Return the broken links in descending order of waiting bytes."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()

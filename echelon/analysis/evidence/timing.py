@@ -29,7 +29,7 @@ _SLACK_NS = 1_000_000  # between hosts: an error this small is good enough
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """How late members arrived at the collectives that all members completed.
+    """The arrival lags of a group's members at the collectives that all of them completed.
 
     Attributes:
         members: the global ranks of the members: [num_members].
@@ -127,7 +127,7 @@ def clocks_contradict(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTime:
-    """How one rank spent its time.
+    """A breakdown of one rank's time.
 
     `phases_s` maps each span name, and `communication`, to its total time.
     """
@@ -152,7 +152,7 @@ class CallTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """How a job spent its time."""
+    """A breakdown of a job's time by rank and by collective."""
 
     ranks: tuple[RankTime, ...]
     calls: tuple[CallTime, ...]

@@ -1,4 +1,4 @@
-"""Measure how many of a rank's latest calls repeat earlier calls in the same order.
+"""Measure how far back a rank's latest calls repeat its earlier calls.
 
 A training loop repeats the same calls in every step. If a rank is merely waiting, many of its
 latest calls therefore repeat earlier calls. If a rank left out a call, made an extra call or
@@ -27,7 +27,7 @@ _FIELDS = ("group", "call", "site", "peer")
 
 
 def habit_length(rows: npt.NDArray[Any]) -> int:
-    """Return how many of the latest calls repeat earlier calls in the same order."""
+    """Return the length of the longest suffix of calls that also occurs earlier in the record."""
     if len(rows) < 2:
         return 0
     keys = _keys(rows)
@@ -59,7 +59,7 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
-    """Return the rank whose calls repeat earlier calls the least, or None if none stands out.
+    """Return the rank with by far the smallest fraction of repeated calls, or None.
 
     Calls that are queued behind the head of a rank's queue are ignored.
     """

@@ -43,7 +43,7 @@ class Parting:
 
 
 def partings(streams: Streams) -> list[Parting]:
-    """Return the calls at which single ranks departed from the common program.
+    """Return the calls at which single ranks diverged from the common program.
 
     Only the largest group in which a rank differs is considered.
     """

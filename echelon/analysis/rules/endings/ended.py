@@ -52,7 +52,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a rank ended on its own, rather than because of another rank or the launcher."""
+    """The end of a rank that was not caused by another rank or by the launcher."""
 
     rank: int
     cause: Cause

@@ -13,7 +13,7 @@ from echelon.analysis.finding import Cause, Confidence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What one rank is doing, according to one test."""
+    """A test's conclusion about what one rank is doing."""
 
     cause: Cause
     confidence: Confidence

@@ -308,7 +308,7 @@ def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
 
 
 def wait_line(wait: Wait) -> str:
-    """Describe which ranks are inside an operation and which ranks are missing."""
+    """List the ranks that are inside an operation and those that have not entered it."""
     return (
         f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', "
         f"{rank_list(wait.absent)} not"

@@ -35,7 +35,7 @@ _MAX_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a rank ended, according to a launcher. `code` is a return code as in `subprocess`."""
+    """A rank's ending as reported by a launcher. `code` is a return code as in `subprocess`."""
 
     rank: int
     code: int
