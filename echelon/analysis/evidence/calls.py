@@ -57,7 +57,7 @@ class Tables:
         """Return the number of a call, adding the call if it is new.
 
         Args:
-            comparable: the part that must be equal on all members. None means that the rules for
+            comparable: the fields that must be equal on all members. None means that the rules for
                 echelon's own calls apply; NO_VOTE means that the call cannot be compared.
         """
         key = (call, comparable)
@@ -76,7 +76,7 @@ class Tables:
 
 
 def comparable_call(call: Call) -> object:
-    """Return the part of a collective on which all members must agree.
+    """Return the fields of a collective call on which all members must agree.
 
     See [Note: exact calls and comparable calls].
     """

@@ -52,7 +52,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """The end of a rank that was not caused by another rank or by the launcher."""
+    """A rank's ending that was not caused by another rank or the launcher."""
 
     rank: int
     cause: Cause

@@ -119,7 +119,7 @@ class ReadRows:
     Attributes:
         tops: the highest counters of each (name, description) pair.
         called_only: the pairs for which the recorder logs calls but not completions.
-        counts_in_status: whether `pg_status` counts collectives in the same way as the entries.
+        counts_in_status: True if `pg_status` counts collectives in the same way as the entries.
     """
 
     rows: npt.NDArray[Any]
