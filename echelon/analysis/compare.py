@@ -21,9 +21,9 @@ class MicroBatch:
 
     Attributes:
         rank: the rank that computed the loss.
-        loss: the loss; empty if it was not recorded.
-        stages: the gradients of each stage of a pipeline, keyed by stage index. An undivided model
-            has one stage, 0.
+        loss: the fingerprint of the loss; "" if it was not recorded.
+        stages: the gradient fingerprints of each pipeline stage, keyed by stage index. A
+            model without a pipeline has one stage, 0.
         ranks: the rank that recorded each stage, keyed by stage index.
     """
 
@@ -34,7 +34,7 @@ class MicroBatch:
 
     @property
     def gradients(self) -> dict[str, str]:
-        """The gradients of all stages, in the model's order."""
+        """The gradient fingerprints of all stages, keyed by name, in the model's order."""
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:
@@ -47,7 +47,7 @@ class MicroBatch:
 
 @dataclass
 class Bits:
-    """The fingerprints that one run recorded.
+    """The fingerprints recorded in one run.
 
     Attributes:
         micro_batches: the records of micro-batches, keyed by step and micro-batch number. For a
@@ -102,7 +102,7 @@ def compare(first: Path, second: Path) -> Parting:
 
 
 def read_bits(folder: Path) -> Bits:
-    """Read the fingerprints that a run recorded.
+    """Read the fingerprints recorded in one run.
 
     Raises:
         ValueError: the folder has no fingerprints.

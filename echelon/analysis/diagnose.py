@@ -1,6 +1,6 @@
 """Turn a `Picture` into a report: run the rules, choose the root, and order the findings.
 
-The report lists the root first, followed by any further roots and by the endings of other ranks.
+The report lists the root first, followed by any further roots and by other ranks that ended.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def analyze(path: str | Path) -> Report:
 
     Raises:
         DumpFormatError: files exist, but none of them can be read.
-        ValueError: the folder does not exist or holds nothing in a known format.
+        ValueError: the folder does not exist or has no content in a known format.
 
     Example:
         >>> report = analyze(incident)  # or the folder of a run, or of torch's dumps
@@ -79,11 +79,11 @@ def analyze(path: str | Path) -> Report:
 
 
 def examine(path: str | Path) -> tuple[Picture, Report]:
-    """Analyze a folder as `analyze` does; return the report and the picture.
+    """Read and diagnose a folder, and return the picture together with the report.
 
     Raises:
-        DumpFormatError: as in `analyze`.
-        ValueError: as in `analyze`.
+        DumpFormatError: files exist, but none of them can be read.
+        ValueError: the folder does not exist or has no content in a known format.
     """
     picture = take_picture(load(Path(path)))
     return picture, report_of(picture)
@@ -123,7 +123,7 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
 
 
 def _with_survived(picture: Picture, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict the errors that the job survived."""
+    """Add the errors that the job survived to the verdict's evidence."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not picture.survived:
         return findings
@@ -143,7 +143,7 @@ def _survived_line(one: Survived) -> str:
 
 
 def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Extend the verdict's evidence with the ranks that had already been lost."""
+    """Add the ranks that were lost earlier to the verdict's evidence."""
     lost = sorted(evidence.incident.lost_earlier)
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not lost:
@@ -155,7 +155,7 @@ def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add earlier measurements of suspect nodes to the verdict."""
+    """Add earlier measurements of suspect nodes to the verdict's evidence."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not evidence.incident.probes:
         return findings
@@ -166,7 +166,7 @@ def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:
-    """Lower a finding's confidence if the snapshot is early and no specific ranks are named."""
+    """Lower `certain` to `likely` if an early snapshot blames no rank in particular."""
     differs = 0 < len(finding.culprit_ranks) < evidence.world_size
     if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
         return finding
@@ -174,7 +174,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Add a culprit's last known error, with its remedy, to the evidence."""
+    """Add the known error message that a culprit logged last, with its remedy, to the evidence."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:
@@ -186,7 +186,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Add to a finding any exceptions that ended a thread of a culprit but not its process."""
+    """Add exceptions that ended a culprit's thread, but not its process, to the evidence."""
     if finding.info:
         return finding
     lines = []
@@ -201,7 +201,7 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Ensure that the evidence mentions each culprit as `rank R`, unless there are many."""
+    """Ensure that the evidence names each culprit as `rank R`, unless there are many."""
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding
@@ -213,7 +213,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the roots, plus findings on ranks that also ended or hold up the same operation."""
+    """Return the roots, then findings on ranks that also ended or hold up the same operation."""
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

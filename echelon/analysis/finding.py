@@ -1,4 +1,4 @@
-"""Define the result of an analysis: findings with causes, culprits and evidence, and the report.
+"""The result of an analysis: a report of findings, each with a cause, culprits and evidence.
 
 `docs/verdicts.md` explains the terms. `Report.to_json` defines the output format of `fr-analyze
 --json`.
@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """The set of ranks that a finding explains."""
+    """The set of ranks that a finding explains, besides its culprits."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"
@@ -76,7 +76,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """A rejected root, with the arguments against it."""
+    """A rejected root, with the argument against it."""
 
     cause: Cause
     culprit_ranks: tuple[int, ...]
@@ -85,7 +85,7 @@ class Alternative:
     against: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the alternative as `fr-analyze --json` prints it."""
+        """Return the alternative as a JSON object in the format of `fr-analyze --json`."""
         return {
             "cause": self.cause.value,
             "culprit_ranks": list(self.culprit_ranks),
@@ -130,7 +130,7 @@ class Finding:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as `fr-analyze --json` prints it."""
+        """Return the finding as a JSON object in the format of `fr-analyze --json`."""
         shown: dict[str, Any] = {
             "cause": self.cause.value,
             "culprit_ranks": list(self.culprit_ranks),
@@ -152,7 +152,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The outcome of one analysis. The first of the `findings` is the root.
+    """The outcome of one analysis. The root comes first in `findings`.
 
     Example:
         >>> report = analyze(incident)

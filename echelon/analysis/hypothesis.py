@@ -2,7 +2,7 @@
 
 Each rule proposes what it detects. A proposal explains the disturbed ranks that directly or
 indirectly wait for its culprits, and may itself be explained by another proposal. The root is the
-unexplained proposal that explains the most ranks. In a tie, the rule that is closer to the cause
+unexplained proposal that explains the most ranks. Between equals, the rule closer to the cause
 wins: a slip explains a mismatch, and a mismatch explains endings. If the root leaves disturbed
 ranks unexplained, further roots are chosen for them.
 
@@ -55,7 +55,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The chosen root and the additional findings."""
+    """The chosen roots, and the remaining hypotheses."""
 
     roots: tuple[Finding, ...]
     rest: tuple[Hypothesis, ...]
@@ -137,9 +137,9 @@ def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
 
 
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
-    """Merge roots that have the same cause and do not explain each other.
+    """Merge the root with the chosen roots of the same rule and cause.
 
-    Each root keeps its own summary and evidence.
+    All evidence and up to `_MAX_MERGED` summaries are kept.
     """
     alike = [one for one in taken if one is root or _is_alike(root, one)]
     if len(alike) == 1:
@@ -161,7 +161,7 @@ def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
 
 
 def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
-    """Return whether the roots chosen so far already blame all culprits of a proposal."""
+    """Return whether the roots chosen so far already blame all culprits of a hypothesis."""
     named = {rank for other in taken for rank in other.finding.culprit_ranks}
     ranks = set(one.finding.culprit_ranks)
     return bool(ranks) and ranks <= named
@@ -203,7 +203,7 @@ def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
 
 
 def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
-    """Return the argument against a rival of the root, or "" if there is none."""
+    """Return the argument against a rival of the root, or "" if it explains just as many ranks."""
     ranks = rival.finding.culprit_ranks
     if not ranks:
         return "singles out no rank"

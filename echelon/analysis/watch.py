@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 class Watch:
-    """An observer that shows only the changes in a folder."""
+    """An observer of a folder that reports its state only when it changes."""
 
     def __init__(self, path: Path, show: Show, say: Say) -> None:
         self.exit_code = 0
@@ -34,7 +34,7 @@ class Watch:
         self._last = ""
 
     def look(self) -> None:
-        """Read the folder once and show what is new."""
+        """Read the folder once, and report its state if it has changed."""
         try:
             report = report_of(take_picture(current(self._path)))
         except (DumpFormatError, ValueError) as err:

@@ -1,6 +1,6 @@
 """Determine from a thread's C frames what the thread is waiting for.
 
-The innermost function is known for certain. Its callers, marked with `?`, come from a scan of the
+The innermost function is certain. Its callers, marked with `?`, come from a scan of the
 stack's memory and may be left over from earlier calls (see `host/native_stacks.py`). Therefore only
 the frames next to the innermost function are used.
 """
@@ -28,7 +28,7 @@ _GLOO = re.compile(r"\d+ pt_gloo_runloop")
 
 
 def main_frames(native: str) -> tuple[str, ...]:
-    """Return the main thread's C frames, innermost first, without marks or file names."""
+    """Return the main thread's C frames, innermost first, without the `?` marks."""
     lines = native.splitlines()
     below = itertools.takewhile(lambda line: line[:1] == " ", lines[1:])
     return tuple(line.strip().removeprefix("? ") for line in below)

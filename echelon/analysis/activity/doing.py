@@ -1,4 +1,4 @@
-"""Define the results of the classifier: what a thread is doing, and the frames that show it."""
+"""The classifier's result: a thread's activity and the frame that indicates it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.analysis.evidence.stacks.frames import Frame
 
 
 class Doing(Enum):
-    """What a thread is doing, as a phrase that follows "rank R "."""
+    """A thread's activity. The value is a phrase that completes "rank R ..."."""
 
     COLLECTIVE = "waits for its peers in a collective"
     BACKWARD = "is in a backward pass"
@@ -30,12 +30,12 @@ class Doing(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """What one thread is doing, with the frames that show it.
+    """The activity of one thread, with the frame that indicates it.
 
     Attributes:
-        line: the line to report, which is the innermost line of user code if possible.
-        by: the frame or C function that shows the activity.
-        is_nested: whether the phase is running user code, such as a data set's `__getitem__`.
+        line: the frame to report: the innermost frame of user code, if the stack has one.
+        by: the frame or C function that indicates the activity.
+        is_nested: True if the phase is running user code, such as a data set's `__getitem__`.
     """
 
     doing: Doing

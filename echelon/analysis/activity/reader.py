@@ -1,7 +1,7 @@
-"""Use a thread's stack to classify what the thread is doing.
+"""Classify a thread's activity from its stack.
 
-The frames called from the innermost line of user code show what that line is doing. The other
-frames count only if they belong to a phase that may call user code: data loading, checkpointing or
+The frames below the innermost line of user code show what that line is doing. The other frames
+count only if they belong to a phase that may call user code: data loading, checkpointing or
 compilation. C frames are used if user code calls C++ directly, as with `work.wait()` or a store's
 `get`.
 """
@@ -21,18 +21,18 @@ _MAX_FRAMES = 400
 
 @lru_cache(maxsize=4096)  # several rules ask about each rank
 def read_activity(stacks: str, native: str = "") -> Activity:
-    """Return what the main thread is doing.
+    """Return the main thread's activity.
 
     Args:
         stacks: the Python stacks of all threads, in faulthandler's format.
-        native: the C frames, read at the same moment; see `HostFacts.native_stacks`.
+        native: the C frames, captured at the same moment; see `HostFacts.native_stacks`.
     """
     thread = main_thread(stacks)
     return read_frames(thread.frames if thread else (), main_frames(native))
 
 
 def read_frames(frames: tuple[Frame, ...], c_frames: tuple[str, ...] = ()) -> Activity:
-    """Return what a thread is doing according to its frames, innermost first."""
+    """Classify a thread's activity from its frames, which are ordered innermost first."""
     frames = frames[:_MAX_FRAMES]
     seen = read_c_stack(c_frames)
     line = users_frame(frames)
@@ -80,7 +80,7 @@ def _phase(frames: tuple[Frame, ...]) -> tuple[Doing, Frame] | None:
 def _first(
     frames: Sequence[Frame], tables: Sequence[tuple[Doing, tuple[Row, ...]]]
 ) -> tuple[Doing, Frame] | None:
-    """Return the innermost frame that matches any table, and the activity that it indicates."""
+    """Return the activity and the frame of the innermost match in any table, or None."""
     for frame in frames:
         path = frame.file[-1024:].replace("\\", "/")
         for doing, rows in tables:

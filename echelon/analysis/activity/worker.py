@@ -1,6 +1,7 @@
-"""Classify what a rank's child process is doing: data loading, compiling or checkpointing.
+"""Classify a rank's child processes by role and activity.
 
-The stack of a forked worker begins with its parent's frames. The worker's own frames follow them.
+The outermost frames of a forked worker are inherited from its parent. Only the frames called from
+the worker's loop are its own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerState:
-    """A rank's child process, and what it is doing."""
+    """A rank's child process, with its role and its activity."""
 
     child: HostChild
     role: Role
@@ -46,7 +47,7 @@ class WorkerState:
 
     @property
     def trouble(self) -> int:
-        """The severity of the process's state: highest if the process is dead."""
+        """The severity of the process's state, from 0 if idle to 5 if dead."""
         if self.child.state in ("Z", "X"):
             return 5
         if self.child.state in ("T", "t", "D"):
@@ -83,7 +84,7 @@ class WorkerState:
 
 
 def read_worker(child: HostChild) -> WorkerState:
-    """Return the role of a rank's child process and what it is doing."""
+    """Classify one child process of a rank by role and activity."""
     thread = main_thread(child.stacks)
     frames = thread.frames if thread else ()
     loop = next((n for n, one in enumerate(frames) if _LOADER.search(one.file)), None)

@@ -1,1 +1,1 @@
-"""Represent the recorded facts in a form that is common to all sources."""
+"""A representation of the recorded facts that is common to all sources."""

@@ -1,4 +1,4 @@
-"""Represent calls and their arguments.
+"""Calls with their arguments, and the tables that all ranks' records refer to.
 
 [Note: exact calls and comparable calls] Even in a correct collective, two ranks may pass different
 arguments. For example, the output splits of an all_to_all are the transpose of its input splits.
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Tables:
-    """The tables of calls and strings (sites, stacks, errors) that all ranks share."""
+    """The tables of calls and strings (sites, stacks, errors), common to all ranks."""
 
     def __init__(self) -> None:
         self.texts: list[str] = [""]
@@ -57,7 +57,7 @@ class Tables:
         """Return the number of a call, adding the call if it is new.
 
         Args:
-            comparable: the part that must be equal on all members. None means that the rules for
+            comparable: the fields that must be equal on all members. None means that the rules for
                 echelon's own calls apply; NO_VOTE means that the call cannot be compared.
         """
         key = (call, comparable)
@@ -76,7 +76,7 @@ class Tables:
 
 
 def comparable_call(call: Call) -> object:
-    """Return the part of a collective on which all members must agree.
+    """Return the fields of a collective call on which all members must agree.
 
     See [Note: exact calls and comparable calls].
     """

@@ -32,7 +32,7 @@ class BrokenLink:
 
     @property
     def is_dead(self) -> bool:
-        """True if packets are being lost."""
+        """True if packets are being lost: bytes are unacknowledged, and none are unread."""
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the broken links, starting with those that have the most waiting bytes."""
+    """Return the broken links in descending order of waiting bytes."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()
@@ -65,7 +65,7 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 
 
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
-    """Return the ranks at the end that most broken links share, or () if no end stands out.
+    """Return the ranks at the end common to most broken links, or () if no end stands out.
 
     Hosts are compared first, then ranks.
     """

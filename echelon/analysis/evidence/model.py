@@ -1,4 +1,4 @@
-"""Represent the records of all ranks in a common form, as input for the rules.
+"""The common representation of all ranks' records, on which the rules operate.
 
 Each rank's record becomes rows that refer to tables shared by all ranks. Equal calls have equal
 numbers, so array operations can compare ranks. Timestamps are on rank 0's clock.
@@ -47,7 +47,7 @@ DATA_WAIT, DATA_END = "data_wait", "data_end"  # a fetch of a batch; an iteratio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """The reason for a snapshot, as given in `incident.json`."""
+    """The contents of `incident.json`: the reason for a snapshot, and the state of the job."""
 
     kind: str = ""  # "failure", "stall", "signal"; "": no incident, rings or foreign dumps
     number: int = 0
@@ -71,7 +71,7 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A phase of a rank, with times on rank 0's clock."""
+    """A named phase of a rank's program, with times on rank 0's clock."""
 
     name: str
     detail: str
@@ -114,7 +114,7 @@ class RankEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All evidence about a job, with tables shared by all ranks."""
+    """All evidence about a job, with tables that the rows of all ranks refer to."""
 
     world_size: int
     ranks: Mapping[int, RankEvidence]
@@ -144,5 +144,5 @@ class Evidence:
         return self.tables.texts[int(row["site"])]
 
     def error(self, row: Any) -> str:
-        """Return a row's error, or "" if there is none."""
+        """Return a row's error, or "" if none is recorded."""
         return self.tables.texts[int(row["error"])]

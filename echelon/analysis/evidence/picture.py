@@ -44,7 +44,7 @@ class Picture:
     _memory: dict[str, Any] = field(default_factory=dict)
 
     def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
-        """Return a fact about the whole job, computing it only once."""
+        """Return `find(self)`, computed once and then cached under `key`."""
         if key not in self._memory:
             self._memory[key] = find(self)
         found: _Found = self._memory[key]
@@ -52,12 +52,12 @@ class Picture:
 
     @property
     def whole(self) -> Evidence:
-        """The whole evidence, including the calls of mismatches that the job survived."""
+        """The whole evidence, including the calls of errors that the job survived."""
         return self.recorded or self.evidence
 
     @cached_property
     def lanes_in_use(self) -> Sequence[Lanes]:
-        """The lanes of all groups, except groups ended by a mismatch that the job survived."""
+        """The lanes of all groups, except groups ended by an error that the job survived."""
         over = {one.group for one in self.survived if one.is_group_over}
         return [lanes for lanes in self.lanes if lanes.group not in over]
 
@@ -68,19 +68,19 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The graph of the stuck waits and the waits that they depend on."""
+        """The wait-for graph of the stuck waits and the waits that they depend on."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))
 
     def is_stuck(self, wait: Wait) -> bool:
-        """Return whether a wait is considered stuck rather than in flight."""
+        """Return whether a wait counts as stuck rather than in flight."""
         if self.evidence.foreign or self.evidence.incident.kind == "failure":
             return True
         return not self.is_in_flight(wait.age_s)
 
     def is_in_flight(self, age_s: float) -> bool:
-        """Return whether an operation of this age is considered in flight."""
+        """Return whether an operation of this age counts as in flight rather than stuck."""
         if self.evidence.incident.kind == "stall":
             return age_s < _YOUNG_SHARE * self._oldest_s
         return age_s < STUCK_AFTER_S
@@ -138,7 +138,7 @@ class Picture:
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """The ranks about which nothing is known."""
+        """The ranks that left neither operations nor a stack."""
         ranks = self.evidence.ranks
         recorded = {rank for rank, facts in ranks.items() if facts.has_ring and len(facts.rows)}
         silent = {
@@ -155,7 +155,7 @@ class Picture:
         return broken_links(self.evidence.ranks)
 
     def links_within(self, ranks: Iterable[int]) -> tuple[BrokenLink, ...]:
-        """Return the broken connections with both ends among `ranks`."""
+        """Return the broken links with both ends among `ranks`."""
         within = set(ranks)
         return tuple(
             one for one in self.broken_links if one.sender in within and one.receiver in within
@@ -167,7 +167,7 @@ class Picture:
 
     @property
     def in_trouble(self) -> bool:
-        """True if anything is definitely wrong."""
+        """True if any rank is disturbed, or if the snapshot was taken for a stall or a failure."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
@@ -177,9 +177,10 @@ class Picture:
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return all ranks that are affected by dead ranks, including the dead ranks themselves.
+        """Return the dead ranks and all ranks affected by them.
 
-        These are the ranks in the same operations, and all ranks waiting for any of them.
+        Affected ranks are inside the same operations as a dead rank, or wait for any of these
+        ranks.
         """
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
@@ -188,12 +189,15 @@ class Picture:
         return reached | set(self.graph.fallout(reached))
 
     def wait_for(self, ranks: Iterable[int]) -> Wait | None:
-        """Return the earliest wait for any of `ranks`."""
+        """Return the earliest wait for any of `ranks`, or None if no rank waits for them.
+
+        Waits for `ranks` alone are preferred.
+        """
         return next(iter(self.graph.waits_for(ranks)), None)
 
 
 def take_picture(recorded: Evidence) -> Picture:
-    """Match the records and build the wait-for graph, ignoring mismatches that the job survived."""
+    """Match the records and build the wait-for graph, ignoring errors that the job survived."""
     evidence, survived = without_survived(recorded)
     lanes = all_lanes(evidence)
     if evidence.foreign == "torch":
@@ -220,14 +224,14 @@ def failed_last(facts: RankEvidence) -> Any | None:
 
 
 def last_row(facts: RankEvidence) -> Any | None:
-    """Return the row of the operation that a rank began most recently, or None."""
+    """Return the row of the operation that a rank began last, or None if it has no rows."""
     return facts.rows[-1] if len(facts.rows) else None
 
 
 def has_moved(facts: RankEvidence) -> bool:
     """Return whether a rank made progress between the two snapshots.
 
-    If its stacks are known, the main thread must also have moved.
+    If stacks were captured, the main thread's stack must also have changed.
     """
     host = facts.host
     if host.later_gap_s <= 0 or host.later_recorded <= 0:

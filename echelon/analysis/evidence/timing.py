@@ -29,7 +29,7 @@ _SLACK_NS = 1_000_000  # between hosts: an error this small is good enough
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """How late members arrived at the collectives that all members completed.
+    """The arrival lags of a group's members at the collectives that all of them completed.
 
     Attributes:
         members: the global ranks of the members: [num_members].
@@ -68,7 +68,7 @@ class Arrivals:
 
 
 def arrivals(lanes: Lanes) -> Arrivals | None:
-    """Return the arrival lags of one group, or None if there are no completed collectives."""
+    """Return the arrival lags of one group, or None if no collective completed on all members."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     if len(lanes.members) < 2 or not done.any() or lanes.strangers:
         return None
@@ -127,9 +127,9 @@ def clocks_contradict(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTime:
-    """How one rank spent its time.
+    """A breakdown of one rank's time.
 
-    `phases_s` contains the total time of each span name and of communication.
+    `phases_s` maps each span name, and `communication`, to its total time.
     """
 
     rank: int
@@ -152,14 +152,14 @@ class CallTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """How a job spent its time."""
+    """A breakdown of a job's time by rank and by collective."""
 
     ranks: tuple[RankTime, ...]
     calls: tuple[CallTime, ...]
 
     @property
     def slowest(self) -> tuple[RankTime, ...]:
-        """The ranks sorted by lateness, latest first."""
+        """The ranks in descending order of mean lag."""
         return tuple(sorted(self.ranks, key=lambda rank: (-rank.mean_lag_s, rank.rank)))
 
 
@@ -190,7 +190,7 @@ def timing_of(picture: Picture) -> Timing:
 
 
 def _add_calls(calls: dict[tuple[str, int], list[float]], lanes: Lanes, found: Arrivals) -> None:
-    """Add one group's calls to the counts, nanoseconds and bytes of each kind of call."""
+    """Add one group's calls to the totals of each kind of call: count, nanoseconds and bytes."""
     numbers = lanes.column("call")[0, found.columns]
     sizes = lanes.column("num_bytes", 0)[0, found.columns]
     for number in np.unique(numbers).tolist():

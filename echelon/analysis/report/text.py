@@ -1,4 +1,4 @@
-"""Render the report for a terminal so that it fits on one screen."""
+"""Render the report as text that fits on one terminal screen."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
 
 
 def _indented(line: str, style: str = "") -> Padding:
-    """Indent a line so that, if it is wrapped, all of its parts keep the indentation."""
+    """Indent a line so that its continuation lines are indented too if it wraps."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -141,8 +141,8 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
     """Describe where the ranks are, with one line per place and the culprits first.
 
-    Frames that ranks share are on one line; where the stacks diverge, each continuation is on its
-    own line, indented below.
+    Frames common to several ranks are on one line. Where the stacks diverge, each continuation is
+    on its own line, indented below.
     """
     lines: list[tuple[str, Branch]] = []
     _add_places(lines, branches, set(culprits), 0)

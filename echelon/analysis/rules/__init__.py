@@ -1,1 +1,1 @@
-"""The rules of the diagnosis. Each rule is a pure function from a `Picture` to findings."""
+"""The diagnosis rules: pure functions from a `Picture` to findings."""

@@ -36,7 +36,7 @@ class EvidenceBuilder:
         self._group_index: dict[tuple[object, ...], list[int]] = {}
 
     def group(self, group: Group) -> int:
-        """Return the number of a group, which is identified by its name and members."""
+        """Return the number of a group, adding the group if its name and members are new."""
         key = (group.name, len(group.ranks), group.ranks[:1], group.ranks[-1:])
         alike = self._group_index.setdefault(key, [])
         for number in alike:
@@ -169,7 +169,7 @@ class EvidenceBuilder:
 def _of_present_epoch(
     ranks: Mapping[int, RankEvidence], groups: Sequence[Group], incident: Incident
 ) -> dict[int, RankEvidence]:
-    """Leave out lost ranks, and all operations of worlds that included a lost rank."""
+    """Leave out lost ranks, and all operations from before the current epoch."""
     lost = incident.lost_earlier.keys()
     old = [number for number, group in enumerate(groups) if not lost.isdisjoint(group.ranks)]
     since, there = incident.epoch_since_ns, incident.epoch_since_there_ns
@@ -222,7 +222,7 @@ def _span(record: Record, row: Any) -> Span:
 
 
 def _last_seen(record: Record) -> int:
-    """Return the latest moment recorded for a rank, on rank 0's clock."""
+    """Return the latest time recorded for a rank, on rank 0's clock; 0 if unknown."""
     marks = [record.dumped_mono_ns, record.host.snapshot_mono_ns]
     if len(record.live) > Live.PROGRESS_MONO_NS:
         marks += [record.live[Live.HEARTBEAT_MONO_NS], record.live[Live.PROGRESS_MONO_NS]]

@@ -33,7 +33,7 @@ _MAX_INCIDENT_BYTES = 1 << 20
 class Place:
     """The chosen input: echelon's files for each rank, the incident, and a description.
 
-    The folder may also contain dumps from torch's own recorder.
+    `torch` lists the dumps of torch's own recorder that lie in the same folder.
     """
 
     files: tuple[tuple[int, Path], ...]
@@ -47,7 +47,7 @@ def load(path: Path) -> Evidence:
 
     Raises:
         DumpFormatError: files exist, but none can be read.
-        ValueError: the folder does not exist or holds nothing in a known format.
+        ValueError: the folder does not exist or has no content in a known format.
     """
     if not path.exists():
         raise ValueError(f"{path}: no such folder")
@@ -123,7 +123,7 @@ def _ended_well_after_a_stall(run_dir: Path) -> bool:
 
 
 def _plain(path: Path) -> dict[str, Any]:
-    """Read a small JSON object; return {} if the file is missing or broken."""
+    """Read a small JSON object; return {} if the file is missing, malformed or too large."""
     try:
         if path.stat().st_size > _MAX_INCIDENT_BYTES:
             return {}
@@ -148,7 +148,7 @@ def _incident(folder: Path) -> Place | None:
 
 
 def find_rings(folder: Path) -> Place | None:
-    """Return the rings of each rank's newest attempt."""
+    """Return the rings of the newest attempt, or None if the folder has no rings."""
     newest: dict[int, tuple[int, Path]] = {}
     for rank, rank_folder in _numbered(folder, _RANK_FILE):
         for attempt, path in _numbered(rank_folder, _ATTEMPT):
@@ -164,7 +164,7 @@ def find_rings(folder: Path) -> Place | None:
 def read_incident(path: Path) -> Incident:
     """Read `incident.json`, using defaults for missing or malformed fields.
 
-    A missing or broken file is not an error.
+    If the file itself is missing or malformed, all fields have their defaults.
     """
     values = _plain(path)
     return Incident(

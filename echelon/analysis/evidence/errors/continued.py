@@ -1,8 +1,8 @@
 """Determine whether the members of a group continued after an error that ended the group.
 
-A rank has continued only if it completed collectives in several later steps; barriers do not count,
-because clean-up code may call them. If a program marks no steps, a rank has continued if it calls
-collectives at the same lines as before the error.
+A rank has continued only if it completed collectives in at least two later steps. Barriers do not
+count, because clean-up code may call them. If a program does not mark steps, a rank has continued
+if it calls collectives at the same lines as before the error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Continuation:
     _kinds: dict[frozenset[str], npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     def num_steps(self) -> int | None:
-        """Count each member's later steps, and return the lowest count.
+        """Return the smallest number of later steps in which any member completed collectives.
 
         Returns:
             None if a member did not continue; 0 if all members continued but the steps are unknown.
@@ -96,11 +96,11 @@ class Continuation:
 
     @cached_property
     def _common(self) -> npt.NDArray[np.int64]:
-        """The keys of all collectives in `_since_error`, for finding them in other ranks' rows."""
+        """The keys of all collectives in `_since_error`, used to find them in other ranks' rows."""
         return np.unique(np.concatenate([_keys(rows) for rows in self._since_error.values()]))
 
     def _counts(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which rows count as evidence that the program continued."""
+        """Return a mask of the rows that show that the program continued: [num_rows]."""
         done = (rows["state"] == State.COMPLETED) & (rows["sequence"] >= 0)
         return np.asarray(done & ~self._are_in(_BARRIERS)[rows["call"]], np.bool_)
 
@@ -124,7 +124,10 @@ class Continuation:
         return int(counts[counts > 1].sum()) >= _MIN_REPEATED
 
     def _recent(self, rank: int) -> list[int]:
-        """Return the last few call sites before the error, on one rank or on all ranks."""
+        """Return the last few call sites before the error.
+
+        If this rank did not have the error, the call sites are those of a rank that had it.
+        """
         known = rank if rank in self.failed else next(iter(self.failed))
         rows = self.evidence.ranks[known].rows[: self.failed[known]][-_RECENT_ROWS:]
         places = _places(rows[self._counts(rows)])

@@ -1,12 +1,12 @@
-"""Find the errors that a program caught and survived, and leave them out of the evidence.
+"""Find the errors that a program caught and survived, and remove their calls from the evidence.
 
-A mismatch or a timeout ends its group, but not necessarily the program. If all members caught the
-error and continued, the job ended later for another reason. The failed calls are then removed,
-because they would otherwise look like the earliest fault.
+A mismatch, a timeout or a lost peer ends its group, but not necessarily the program. If all members
+caught the error and continued, the job ended later for another reason. The failed calls are then
+removed, because they would otherwise look like the earliest fault.
 
-A mismatch counts as survived only if no rank is still inside the operation, if every member
-continued (see `continued.py`), and if no rank gave the mismatch as the reason it ended. torch's
-flight recorder does not record errors, so nothing is removed from its dumps.
+An error counts as survived only if no rank is still inside the operation, if every member continued
+(see `continued.py`), and if no rank ended because of it. torch's flight recorder does not record
+errors, so nothing is removed from its dumps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BY_EXCEPTION = frozenset({1, -signal.SIGABRT, 128 + signal.SIGABRT})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survived:
-    """A mismatch that all members of a group caught and survived.
+    """An error that all members of a group caught and survived.
 
     `num_steps` is the number of later steps in which every member took part, or 0 if unknown.
     """
@@ -65,7 +65,7 @@ class Survived:
     other_errors: frozenset[str]  # of other mismatches of the job
 
     def is_named_by(self, type_name: str, message: str) -> bool:
-        """Return whether the text of an error refers to this mismatch."""
+        """Return whether the type and message of an exception refer to this error."""
         if not _KINDS[self.kind].search(f"{type_name}: {message}"):
             return False
         if _is_among(self.errors, message):
@@ -77,7 +77,7 @@ class Survived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Break:
-    """The rows of a mismatch: for each rank, an array of ascending row indices [num_rows]."""
+    """The failed rows of an error: for each rank, ascending row indices [num_rows]."""
 
     group: int
     failed: Mapping[int, npt.NDArray[np.int64]]
@@ -95,9 +95,9 @@ class _Break:
 
 
 def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]]:
-    """Remove the mismatches that all members survived.
+    """Remove the errors that all members survived.
 
-    Return the remaining evidence and the removed mismatches.
+    Return the remaining evidence and the removed errors, oldest first.
     """
     breaks = [] if evidence.foreign else list(_breaks(evidence))
     if not breaks or _ended_alike(evidence):
@@ -114,7 +114,7 @@ def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]
 
 
 def _is_over(facts: RankEvidence, breaks: Sequence[_Break]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the rows that belong to the survived mismatches: [num_rows]."""
+    """Return a mask of the rows that belong to the survived errors: [num_rows]."""
     rows = facts.rows
     over = np.zeros(len(rows), np.bool_)
     for one in breaks:
@@ -133,7 +133,7 @@ def _kind_of(error: str) -> str:
 
 
 def _breaks(evidence: Evidence) -> Iterator[_Break]:
-    """Yield one mismatch per group or, if the group was used again, one per operation."""
+    """Yield one error per group or, if the group was used again, one per operation."""
     by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
     for rank, facts in evidence.ranks.items():
         failed = facts.rows["state"] == State.FAILED
@@ -174,7 +174,7 @@ def _by_operation(evidence: Evidence, whole: _Break) -> Iterator[_Break]:
 
 
 def _all_survived(evidence: Evidence, breaks: Sequence[_Break]) -> list[tuple[_Break, Survived]]:
-    """Return the mismatches that all members survived, newest first."""
+    """Return the errors that all members survived, newest first."""
     errors = frozenset().union(*(one.errors(evidence) for one in breaks))
     ordered = sorted(breaks, key=lambda one: -int(_earliest_row(evidence, one)["created_ns"]))
     found: dict[int, Survived] = {}
@@ -211,7 +211,10 @@ def _continuation(evidence: Evidence, one: _Break) -> Continuation:
 
 
 def _ended_alike(evidence: Evidence) -> bool:
-    """Return whether all ranks exited with the same error code and none was inside a call."""
+    """Return whether all ranks exited with the same error code.
+
+    The result is False if any rank raised an exception or did not complete its last call.
+    """
     hosts = [facts.host for facts in evidence.ranks.values()]
     codes = {0 if host.alive or host.stopped_by_agent else host.exit_code for host in hosts}
     if len(codes) != 1 or not 0 < (codes.pop() or 0) < _SIGNALLED:
@@ -220,7 +223,10 @@ def _ended_alike(evidence: Evidence) -> bool:
 
 
 def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
-    """Return whether a rank ended with an exception or while inside another call."""
+    """Return whether a rank raised an exception or did not complete its last call.
+
+    A mismatch in the last call does not count.
+    """
     if facts.last_words is not None:
         return True
     if not len(facts.rows) or facts.rows[-1]["state"] == State.COMPLETED:
@@ -231,7 +237,7 @@ def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
 def _survived(
     evidence: Evidence, one: _Break, errors: frozenset[str], num_steps: int
 ) -> Survived | None:
-    """Describe a mismatch, or return None if some rank did not survive it."""
+    """Describe an error, or return None if any rank did not survive it."""
     row, name = _earliest_row(evidence, one), evidence.groups[one.group].name
     sequence = int(row["sequence"])
     if any(_is_inside(facts, one, sequence) for facts in evidence.ranks.values()):
@@ -252,7 +258,7 @@ def _survived(
 
 
 def _is_inside(facts: RankEvidence, one: _Break, sequence: int) -> bool:
-    """Return whether a rank is still inside the operation or the ended group."""
+    """Return whether a rank has a pending call in the ended group or up to the failed operation."""
     rows = facts.rows
     inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
     inside &= rows["group"] == one.group
@@ -270,7 +276,7 @@ def _earliest_row(evidence: Evidence, one: _Break) -> Any:
 
 
 def _ended_by(facts: RankEvidence, seen: Survived) -> bool:
-    """Return whether a mismatch is known to have ended a rank or one of its threads."""
+    """Return whether the records show that the error ended a rank or one of its threads."""
     for words in (facts.last_words, facts.thread_words):
         if words is not None and _names(words.type, words.message, words.traceback, seen):
             return True
@@ -284,7 +290,7 @@ def _ended_by(facts: RankEvidence, seen: Survived) -> bool:
 
 
 def _names(type_name: str, message: str, traceback: str, seen: Survived) -> bool:
-    """Return whether an ending's exception refers to the mismatch."""
+    """Return whether the exception that ended a rank or thread refers to the survived error."""
     if seen.is_named_by(type_name, message):
         return True
     # Echelon's other errors concern other groups; what they were raised from is their own matter.
@@ -292,14 +298,14 @@ def _names(type_name: str, message: str, traceback: str, seen: Survived) -> bool
 
 
 def _is_among(errors: Iterable[str], message: str) -> bool:
-    """Return whether a message contains the beginning of a recorded error."""
+    """Return whether a message contains the beginning of any recorded error."""
     return any(error and error[:_MAX_COMPARED] in message for error in errors)
 
 
 def _was_raised_from(traceback: str, seen: Survived) -> bool:
-    """Return whether an exception is chained to the mismatch.
+    """Return whether an exception is chained to the error.
 
-    If the program continued after the mismatch, only `raise ... from` counts.
+    If later steps prove that the program continued, only `raise ... from` counts.
     """
     told = list(_KINDS[seen.kind].finditer(traceback))
     place = told[-1].end() if told else -1

@@ -1,4 +1,4 @@
-"""For each pair of ranks, index the sends and receives in echelon's records.
+"""Index the sends and receives in echelon's records by pair of ranks.
 
 Both sides number their messages, so the n-th send of a pair matches the n-th receive.
 """
@@ -89,7 +89,7 @@ class Exchanges:
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks from which this rank has not received all of the messages sent to it."""
+        """Return the ranks that have posted more sends to this rank than it has posted receives."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

@@ -29,8 +29,8 @@ class Lanes:
     """The collectives of one group.
 
     Attributes:
-        members: the global ranks of the members that left a record, in group order: [num_members].
-        strangers: the global ranks of the members that left no record, in ascending order.
+        members: the global ranks of the members with a record, in group order: [num_members].
+        strangers: the global ranks of the members without a record, in ascending order.
         sequences: the sequence number of each column, in ascending order: [num_columns].
         rows: for each cell, the index of its row among the member's rows, or ABSENT: [num_members,
             num_columns].
@@ -69,21 +69,21 @@ class Lanes:
 
     @cached_property
     def first(self) -> npt.NDArray[np.int64]:
-        """The index of each member's first column, or the number of columns: [num_members]."""
+        """The index of each member's first column, or num_columns if empty: [num_members]."""
         present = self.rows >= 0
         none = self.rows.shape[1]
         return np.asarray(np.where(present.any(axis=1), present.argmax(axis=1), none), np.int64)
 
     @cached_property
     def last(self) -> npt.NDArray[np.int64]:
-        """The index of each member's last column, or -1: [num_members]."""
+        """The index of each member's last column, or -1 if empty: [num_members]."""
         present = self.rows[:, ::-1] >= 0
         place = self.rows.shape[1] - 1 - present.argmax(axis=1)
         return np.asarray(np.where(present.any(axis=1), place, -1), np.int64)
 
     @cached_property
     def pending(self) -> npt.NDArray[np.int64]:
-        """The first column in which each member is still waiting, or -1: [num_members].
+        """The index of each member's first pending column, or -1 if none: [num_members].
 
         A member's last operation counts as pending if it failed.
         """
@@ -95,9 +95,9 @@ class Lanes:
 
     @cached_property
     def proven(self) -> npt.NDArray[np.bool_]:
-        """For each column, whether a member's completion proves that all entered it: [num_columns].
+        """True for each column that all members must have entered: [num_columns].
 
-        The completion of a rooted operation is not proof.
+        The proof is a member's completed call, unless the operation is rooted.
         """
         calls = self.evidence.tables.calls
         is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)
@@ -128,7 +128,7 @@ def all_lanes(evidence: Evidence) -> list[Lanes]:
 
 
 def _distinct(numbers: npt.NDArray[Any]) -> list[int]:
-    """Return the distinct values of a column."""
+    """Return the distinct values of an array, not necessarily in ascending order."""
     found: list[int] = []
     while len(numbers) and len(found) < _FEW:
         found.append(int(numbers[0]))

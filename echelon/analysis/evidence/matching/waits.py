@@ -82,7 +82,7 @@ class WaitGraph:
 
     @cached_property
     def _by_absent(self) -> dict[int, list[int]]:
-        """The indices of the waits, keyed by each rank that they wait for."""
+        """The indices of the waits, keyed by absent rank."""
         found: dict[int, list[int]] = {}
         for number, wait in enumerate(self.waits):
             for rank in wait.absent:
@@ -91,7 +91,7 @@ class WaitGraph:
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """The ranks that other ranks are waiting for and that are not waiting themselves."""
+        """The ranks that others wait for but that do not wait themselves."""
         return tuple(sorted(self.wanted - self.blocked))
 
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:

@@ -56,12 +56,12 @@ class Thread:
 
     @property
     def holds_lock(self) -> bool:
-        """True if the thread held the interpreter's lock when its stack was read."""
+        """True if the thread held the interpreter lock when its stack was captured."""
         return "holds the interpreter's lock" in self.name
 
     @property
     def is_main(self) -> bool:
-        """True if the stack begins in a script, or in interpreter code that starts a script."""
+        """True if the outermost frame is module-level code or belongs to `runpy`."""
         if not self.frames:
             return False
         outermost = self.frames[-1]
@@ -93,7 +93,7 @@ def threads(text: str) -> tuple[Thread, ...]:
 
 @lru_cache(maxsize=16384)  # several rules ask about each rank, and no two texts are equal
 def main_thread(text: str) -> Thread | None:
-    """Return the last thread that began in a script or, failing that, the last thread."""
+    """Return the last main thread in the text or, failing that, the last thread."""
     listed = threads(text)
     mains = [thread for thread in listed if thread.is_main]
     return mains[-1] if mains else (listed[-1] if listed else None)
@@ -124,7 +124,7 @@ def short_site(site: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception from a traceback on stderr, with the user's innermost frame."""
+    """An exception parsed from a traceback, with the innermost frame of user code."""
 
     type: str
     message: str  # its first line
@@ -145,10 +145,10 @@ _MAX_REST_LINES = 8
 
 
 def last_traceback(stderr: str) -> Raised | None:
-    """Return the last complete traceback at the end of stderr, or None if there is none.
+    """Return the last complete traceback in stderr, or None if it has none.
 
-    Line prefixes such as `[rank3]: ` are removed. Exceptions that Python reports as "ignored" are
-    skipped.
+    Line prefixes such as `[rank3]: ` are removed. Tracebacks of exceptions that did not end the
+    process, such as those after "Exception ignored in", are skipped.
     """
     lines = _PREFIX.sub("", stderr[-_MAX_STACK_CHARS:]).splitlines()
     heads = [number for number, line in enumerate(lines) if _HEAD.match(line)]

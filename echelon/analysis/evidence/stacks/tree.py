@@ -1,8 +1,8 @@
 """Merge the stacks of all ranks into one tree that shows how many ranks are at each place.
 
-Each node holds consecutive frames that the same ranks share. The short form of a stack keeps only
-the frames of user code and the first call into a library, so that the exact position inside the
-library does not matter.
+Each node holds consecutive frames that are common to the same ranks. The short form of a stack
+keeps only the frames of user code and the first call into a library, so that the exact position
+inside the library does not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Stacks = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A sequence of frames shared by some ranks, outermost first, and the branches below it."""
+    """A sequence of frames common to some ranks, outermost first, and the branches below it."""
 
     frames: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -59,7 +59,7 @@ def _branch(way: _Stacks, depth: int) -> Branch:
 
 @lru_cache(maxsize=4096)
 def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return the user frames of a stack, outermost first, and the first call into a library.
+    """Return a stack's user frames, outermost first, then the library function called from them.
 
     Args:
         frames: the frames of the stack, innermost first.

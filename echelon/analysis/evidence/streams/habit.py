@@ -1,8 +1,8 @@
-"""Measure how many of a rank's latest calls repeat earlier calls in the same order.
+"""Measure how far back a rank's latest calls repeat its earlier calls.
 
-A training loop repeats the same calls in every step. If a rank is merely waiting, a long run of its
-latest calls therefore repeats earlier calls. If a rank left out a call, made an extra call or
-changed the order, this run is short.
+A training loop repeats the same calls in every step. If a rank is merely waiting, many of its
+latest calls therefore repeat earlier calls. If a rank left out a call, made an extra call or
+changed the order, only the few calls since then repeat earlier ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELDS = ("group", "call", "site", "peer")
 
 
 def habit_length(rows: npt.NDArray[Any]) -> int:
-    """Return how many of the latest calls repeat earlier calls in the same order."""
+    """Return the length of the longest suffix of calls that also occurs earlier in the record."""
     if len(rows) < 2:
         return 0
     keys = _keys(rows)
@@ -48,7 +48,7 @@ def _keys(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return which rows are messages launched together with the preceding row: [num_rows]."""
+    """Return 1 for each message launched together with the preceding row, else 0: [num_rows]."""
     is_message = (rows["flags"] & Flag.P2P) > 0
     together = is_message.copy()
     together[:1] = False
@@ -59,7 +59,7 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
-    """Return the rank whose calls repeat earlier calls the least, or None if none stands out.
+    """Return the rank with by far the smallest fraction of repeated calls, or None.
 
     Calls that are queued behind the head of a rank's queue are ignored.
     """
@@ -81,7 +81,7 @@ def _up_to_head(streams: Streams, rank: int) -> npt.NDArray[Any]:
 
 
 def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
-    """Determine whether a rank's latest calls contain a missing or an extra call, and where.
+    """Find a missing or an extra call among a rank's latest calls.
 
     Returns:
         "left out" and the earlier row of the missing call, or "extra" and the row of the
@@ -109,7 +109,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return the last position before `place` at which the same calls led to a different call.
+    """Return the last position before `place` where the same calls preceded a different call.
 
     Return None if there is no such position.
     """

@@ -1,8 +1,9 @@
 """Compare the sequences of all calls made by ranks that run the same program.
 
 A rank's sequence contains the calls in all groups, including messages. The comparison starts at a
-collective that all ranks of a group recorded. Ranks whose calls agree up to the group's next
-collective are assumed to run the same program, as the ranks of one pipeline stage do.
+collective that all ranks of a group recorded. Ranks such as those of one pipeline stage are assumed
+to run the same program if their calls just before this collective agree or, failing that, the calls
+from it to the group's next collective.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Parting:
 
 
 def partings(streams: Streams) -> list[Parting]:
-    """Return the calls at which single ranks departed from the common program.
+    """Return the calls at which single ranks diverged from the common program.
 
     Only the largest group in which a rank differs is considered.
     """
@@ -132,9 +133,9 @@ def _in_group(
 def _alike(
     keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """Yield groups of ranks that made the same calls within their spans.
+    """Yield sets of ranks that made the same calls within their spans.
 
-    Each group maps a rank to the start of its span.
+    Each set maps a rank to the start of its span.
     """
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():
@@ -176,13 +177,13 @@ def _parting(
 
 
 def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
-    """Return whether two ranks share a group other than the world group."""
+    """Return whether two ranks are both in at least two groups with different members."""
     shared = [g.ranks for g in streams.evidence.groups if set(ranks) <= set(g.ranks)]
     return len({frozenset(one) for one in shared}) > 1
 
 
 def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
-    """Return the first position at which the sequences differ."""
+    """Return the first position at which the sequences differ, or None."""
     found: list[int] = []
     usual = max(lines, key=len)
     for line in lines:

@@ -96,7 +96,7 @@ class Streams:
 
     @cached_property
     def messages(self) -> Mapping[tuple[Way, bool], Sequence[Message]]:
-        """The pending messages in each rank's own order, keyed by (direction, is_send)."""
+        """The pending messages in the order of each rank's rows, keyed by (direction, is_send)."""
         found: dict[tuple[Way, bool], list[Message]] = {}
         for rank, facts in self.evidence.ranks.items():
             for index in _pending_messages(facts):

@@ -9,7 +9,7 @@ from echelon.analysis.evidence.streams.streams import ROOTED, Head, Streams
 
 
 def stream_graph(streams: Streams) -> WaitGraph:
-    """Return the wait-for graph, which is empty if the job was moving."""
+    """Return the wait-for graph, which is empty if the job was moving and no incident occurred."""
     evidence = streams.evidence
     if streams.is_moving and not evidence.incident.kind:
         return WaitGraph(())

@@ -1,4 +1,4 @@
-"""Lay out the wait-for graph. Ranks with the same waits share a node."""
+"""Lay out the wait-for graph, with one node for all ranks that have the same waits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def _classes(waits: list[Wait]) -> list[tuple[int, ...]]:
 
 
 def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
-    """Return each node's distance from the sinks."""
+    """Return each node's longest distance from the sinks.
+
+    If the waits form a cycle, distances are measured from the roots instead.
+    """
     layers = [0] * count
     for _ in range(count):
         late = [(a, b) for a, b in pairs if layers[a] <= layers[b]]

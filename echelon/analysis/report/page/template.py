@@ -1,4 +1,4 @@
-"""Assemble the page from its parts: frame, style and script."""
+"""Assemble the page from its HTML template, style sheet and script."""
 
 from __future__ import annotations
 

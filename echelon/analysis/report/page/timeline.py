@@ -1,6 +1,6 @@
-"""Build the timeline: the last operations and spans of every rank, as compact integers.
+"""Build the timeline: the last operations and spans of every rank, encoded as integers.
 
-Times are in microseconds from a common start. The total number of boxes is limited, so each rank
+Times are in microseconds since a common start. The total number of boxes is limited, so each rank
 shows fewer operations in a larger world.
 """
 
@@ -118,7 +118,7 @@ def _spans(
 
 
 def _begin(kept: list[npt.NDArray[Any]]) -> int:
-    """Return the start of the timeline: the median start of the ranks' first operations in it."""
+    """Return the start of the timeline: the median start of the ranks' first shown operations."""
     firsts = [int(rows["created_ns"][0]) for rows in kept if len(rows)]
     return int(np.median(firsts)) if firsts else 0
 
@@ -126,7 +126,7 @@ def _begin(kept: list[npt.NDArray[Any]]) -> int:
 def _end(ranks: list[RankEvidence], kept: list[npt.NDArray[Any]], begin: int) -> int:
     """Return the time at which the ranks were last seen.
 
-    If the records do not contain that time, the result is a time after the last box.
+    If the records do not contain that time, return a time after the end of the last box.
     """
     seen = max((facts.seen_ns for facts in ranks), default=0)
     last = max((_last(rows) for rows in kept), default=begin)
@@ -138,6 +138,6 @@ def _last(rows: npt.NDArray[Any]) -> int:
 
 
 def _stall(picture: Picture, begin: int) -> int:
-    """Return the start time of the earliest stuck wait, or -1."""
+    """Return the start of the earliest stuck wait in microseconds since `begin`, or -1 if none."""
     since = [wait.since_ns for wait in picture.graph.waits]
     return max(0, (min(since) - begin) // 1000) if since else -1

@@ -40,7 +40,7 @@ class Divergence:
 
     @property
     def sequence(self) -> int:
-        """The sequence number of the column in the group."""
+        """The sequence number at which the calls differ."""
         return int(self.lanes.sequences[self.column])
 
     @property
@@ -59,7 +59,7 @@ class Divergence:
         return min(int(self.row(member)["created_ns"]) for side in self.sides for member in side)
 
     def row(self, member: int) -> Any:
-        """Return the row of a member. The member must have voted."""
+        """Return the row of a member, which must have voted."""
         row = self.lanes.row(member, self.column)
         assert row is not None, (member, self.column)
         return row
@@ -74,7 +74,7 @@ class Divergence:
 
 
 def divergence(lanes: Lanes) -> Divergence | None:
-    """Return the first divergence between the members of a group, or None if there is none."""
+    """Return a group's first divergence, or None if all calls agree."""
     votes = lanes.comparable
     if votes.shape[0] < 2 or not votes.shape[1]:
         return None
@@ -99,9 +99,10 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def culprits(found: Divergence) -> tuple[int, ...]:
-    """Return the members that differ from the majority or, in a tie, the members of both sides.
+    """Return the members that differ from the majority or, in a tie, those of all tied sides.
 
-    If some members have not voted, the recorded error or the ranks' habits may break a tie.
+    If some members have not voted, the recorded error or the ranks' earlier calls may break the
+    tie.
     """
     if not found.is_tie:
         return tuple(sorted(member for side in found.sides[1:] for member in side))
@@ -115,7 +116,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_error(found: Divergence) -> tuple[int, ...]:
-    """Return the rank that the recorded mismatch error names, if there is exactly one such rank."""
+    """Return the member that the recorded mismatch errors name, or () unless it is the only one."""
     evidence = found.lanes.evidence
     texts = {evidence.error(found.row(member)) for side in found.sides for member in side}
     named = {int(rank) for text in texts for rank in _NAMED.findall(text)}
@@ -124,7 +125,7 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Return the only side whose call is new at its call site, or () if there is no such side."""
+    """Return the side whose call is new at its call site, or () unless it is the only one."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 
@@ -159,13 +160,13 @@ def kind_of(odd: Call, usual: Call) -> Cause:
 
 
 def earliest(picture: Picture) -> Divergence | None:
-    """Return the earliest divergence in any group that is still in use."""
+    """Return the earliest divergence in any group that is still in use, or None."""
     found = [one for lanes in picture.lanes_in_use if (one := divergence(lanes)) is not None]
     return min(found, key=lambda one: one.began_ns, default=None)
 
 
 def find_mismatch(picture: Picture) -> list[Finding]:
-    """Report the earliest call on which ranks differ."""
+    """Report the earliest divergence between the calls of the ranks."""
     found = earliest(picture)
     return [] if found is None else [describe(picture, found)]
 
@@ -201,7 +202,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Return the confidence in a vote in which ranks without a record did not take part."""
+    """Return the confidence in a vote, given the number of members without a record."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE
@@ -221,7 +222,7 @@ def _side_lines(found: Divergence) -> list[str]:
 
 
 def error_lines(picture: Picture, limit: int = 1) -> list[str]:
-    """Quote the mismatch errors that ranks recorded."""
+    """Quote up to `limit` mismatch errors that ranks recorded."""
     lines: list[str] = []
     for rank, facts in picture.evidence.ranks.items():
         if len(lines) < limit and len(facts.rows):

@@ -113,7 +113,7 @@ def _call(picture: Picture, row: Any) -> str:
 
 
 def slip_cause(picture: Picture, rank: int) -> Cause | None:
-    """Return the cause if a rank's usual calls reveal a missing or extra one, else None."""
+    """Return the cause if a rank's call history reveals a missing or an extra call, else None."""
     slip = None if picture.streams is None else slip_of(picture.streams, rank)
     if slip is None:
         return None

@@ -33,7 +33,7 @@ _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 @dataclass(frozen=True, kw_only=True)
 class Slip:
-    """The ranks that slipped, and by how many calls."""
+    """The ranks that slipped in one group, and by how many calls."""
 
     lanes: Lanes
     column: int
@@ -48,7 +48,7 @@ class Slip:
 
 
 def slip_at(found: Divergence) -> Slip | None:
-    """Return the slip that explains a divergence, or None if there is none."""
+    """Return the slip that explains a divergence, or None if no slip does."""
     odd = culprits(found)
     usual = next((side for side in found.sides if not set(side) & set(odd)), None)
     if usual is None:  # a tie: try both assignments
@@ -146,7 +146,7 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Detect that only one side has finished its loop over the batches."""
+    """Detect that only the odd side has exhausted its data loader."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False
@@ -230,7 +230,7 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Return whether a call differs from the call that has always followed the preceding calls.
+    """Return whether a call has never before followed the calls that precede it.
 
     The result is None if the preceding calls do not occur earlier in the rank's record.
     """
@@ -269,10 +269,9 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def silent_slip(lanes: Lanes) -> Slip | None:
-    """Return a slip that shows only in call sites or step numbers, or None if there is none.
+    """Return a slip that shows only in call sites or step numbers, or None.
 
-    Use this function only if something is already wrong, because programs may number their steps
-    freely.
+    Call this only if a fault is already evident, because programs may number their steps freely.
     """
     if len(lanes.members) < 2 or not lanes.rows.shape[1]:
         return None

@@ -1,6 +1,6 @@
 """Detect inconsistent all_to_all split sizes.
 
-The amount that rank i sends to rank j must equal the amount that rank j receives from rank i.
+The split that rank i sends to rank j must be as large as the split that rank j receives from it.
 torch's dumps contain only totals, so only the total sent and the total received can be compared.
 """
 

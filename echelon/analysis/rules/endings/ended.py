@@ -1,7 +1,6 @@
 """Detect ranks that raised an exception, crashed, were killed or ran out of memory.
 
-An error that reports the loss of a peer points to the peer. Ranks that the launcher terminated are
-not at fault.
+A rank whose error reports a lost peer is not at fault, nor is a rank that the launcher terminated.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a rank ended on its own."""
+    """A rank's ending that was not caused by another rank or the launcher."""
 
     rank: int
     cause: Cause
@@ -258,7 +257,7 @@ def _was_only_printed(picture: Picture, facts: RankEvidence, raised: Raised) -> 
 
 
 def _within_loader(raised: Raised) -> Raised:
-    """Return the original exception if an error wraps one from a data-loader worker."""
+    """Unwrap an error that a data-loader worker passed on; return any other error unchanged."""
     text = f"{raised.message}\n{raised.rest}"
     if _ORIGINAL not in text:
         return raised
@@ -270,7 +269,7 @@ def _within_loader(raised: Raised) -> Raised:
 
 
 def _loader_death(raised: Raised) -> str:
-    """If an error reports the death of a data-loader worker, describe it; otherwise return ""."""
+    """Describe the death of a data-loader worker that an error reports, or return ""."""
     dead = _LOADER_DEATH.search(raised.message)
     if dead is None:
         return ""
@@ -413,7 +412,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
 
 
 def _reports_of(picture: Picture, rank: int) -> list[str]:
-    """Quote an error in which another rank reports the loss of `rank`."""
+    """Quote the first error of another rank that reports a lost peer or a timeout, if any."""
     for other, facts in picture.evidence.ranks.items():
         row = last_row(facts)
         text = picture.evidence.error(row) if row is not None else ""

@@ -1,8 +1,8 @@
-"""Classify errors from torch, NCCL and echelon by where they place the blame.
+"""Classify errors from torch, NCCL and echelon by their origin.
 
-An error may be the fault of the rank itself, its memory or its device. Errors that blame a peer,
-the network or a watchdog are only consequences. If the type of an exception is ambiguous, its
-message is examined.
+An error may originate in the rank itself, its memory or its device. Errors caused by a peer, the
+network or a watchdog are only consequences. If the type of an exception is ambiguous, its message
+is examined.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _DIED_BY_WATCHDOG = re.compile(
 
 
 class Meaning(Enum):
-    """Where an error places the blame."""
+    """The origin of an uncaught error."""
 
     OWN = "the rank's own"
     CONSEQUENCE = "of a peer, the network or a watchdog"
@@ -84,7 +84,7 @@ class Meaning(Enum):
 def meaning_of(
     type_name: str, message: str, bases: tuple[str, ...] = (), traceback: str = ""
 ) -> Meaning:
-    """Classify an uncaught error.
+    """Classify an uncaught error by its origin.
 
     Args:
         bases: the base classes of the error's type, if recorded.
@@ -129,13 +129,13 @@ def _is_torchs_own(name: str, words: str) -> bool:
 
 
 def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
-    """Return the sequence number and type of the operation that timed out in torch's watchdog."""
+    """Return the sequence number and type of the operation that torch's watchdog timed out."""
     found = _WATCHDOG.findall(stderr)
     return (int(found[0][0]), found[0][1].lower()) if found else None
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how many seconds a rank had waited when Gloo timed out, or 0 if it did not."""
+    """Return how many seconds a rank had waited when Gloo timed out, or 0 if Gloo did not."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 
@@ -146,7 +146,7 @@ def was_cut_by_gloo(stderr: str) -> bool:
 
 
 def cpp_abort(stderr: str) -> str:
-    """Return the line that the C++ runtime logged on aborting a process, or "" if there is none."""
+    """Return the line that the C++ runtime logged on aborting a process, or "" if it did not."""
     found = _CPP_ABORT.findall(stderr)
     return found[-1] if found else ""
 

@@ -1,4 +1,4 @@
-"""Report missing records and incidents that no other rule explains."""
+"""Report ranks without a record, and incidents that no other rule explains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LATE_S = 1.0  # how late a rank must have been for a stall that was over before
 
 
 def find_missing(picture: Picture) -> list[Finding]:
-    """Report as suspects the ranks that left no readable record."""
+    """Report the ranks that left no readable record as suspects."""
     missing = picture.evidence.missing
     if not missing or not picture.evidence.ranks:
         return []
@@ -70,7 +70,7 @@ def _absent(picture: Picture) -> list[str]:
 
 
 def find_unproven(picture: Picture) -> list[Finding]:
-    """If no rank appears to be at fault, report the ranks that are inside operations.
+    """Report the ranks that are inside operations if no rank appears to be at fault.
 
     The operations may be stuck, or they may simply be in flight.
     """

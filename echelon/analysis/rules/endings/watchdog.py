@@ -1,4 +1,4 @@
-"""Use the other ranks' stderr to detect ranks that were late for an operation.
+"""Detect, from other ranks' stderr, ranks that did not join an operation in time.
 
 Before torch's watchdog ends a process, it logs the operation that timed out. A rank whose watchdog
 logged nothing did not join the operation. If Gloo times out on one rank, the other waiting ranks
@@ -53,7 +53,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
 
 
 def _given_up_by_gloo(picture: Picture) -> list[Finding]:
-    """If Gloo timed out on other ranks, report the live ranks outside any collective."""
+    """Report the live ranks outside any collective if Gloo timed out on other ranks."""
     ranks = picture.evidence.ranks
     if picture.graph.waits:  # the records are more precise
         return []

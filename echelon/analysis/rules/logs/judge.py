@@ -62,7 +62,7 @@ class Trouble:
 
 
 def find_in_logs(picture: Picture) -> list[Finding]:
-    """Return a finding about the root cause, or None if the logs do not show a cause."""
+    """Return a single finding, whose cause is `unknown` if the logs do not show one."""
     evidence = picture.evidence
     said = {rank: tuple(messages_in(f.host.stderr_tail)) for rank, f in evidence.ranks.items()}
     job = tuple(messages_in(evidence.job_log))
@@ -124,7 +124,7 @@ def _by_message(rank: int, said: Said) -> Trouble:
 
 
 def _by_traceback(rank: int, text: str) -> Trouble | None:
-    """Interpret a rank's last traceback, unless it blames other ranks.
+    """Return the root cause that a log's last traceback shows, or None if it blames other ranks.
 
     Args:
         rank: the rank that wrote the log; -1 if unknown.
@@ -234,7 +234,7 @@ def _of_the_job(
 def _followed(
     picture: Picture, said: dict[int, tuple[Said, ...]], job: Sequence[Said]
 ) -> Finding | None:
-    """Suspect the ranks that logged nothing or fell behind."""
+    """Suspect the ranks that missed a barrier, fell behind, or logged nothing."""
     spoke = {rank: found for rank, found in said.items() if found}
     everything = [*job, *(one for found in spoke.values() for one in found)]
     if not everything:
@@ -347,7 +347,7 @@ def _nothing(picture: Picture) -> Finding:
 
 
 def _consequences(said: dict[int, tuple[Said, ...]], culprits: tuple[int, ...]) -> tuple[str, ...]:
-    """Quote one message of each kind of consequence."""
+    """Quote one message of each kind of consequence, from ranks that are not culprits."""
     lines: dict[str, str] = {}
     for rank, found in said.items():
         for one in found if rank not in culprits else ():

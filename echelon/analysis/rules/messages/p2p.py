@@ -102,7 +102,7 @@ def _pairs(pending: _Pending) -> Iterator[tuple[Posted, Posted]]:
 
 
 def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report a send and a receive that differ in tag, type or size."""
+    """Report a send and its receive if they differ in tag, dtype or size."""
     evidence = picture.evidence
     for one, other in _pairs(pending):
         ranks = tuple(sorted((one.rank, other.rank)))
@@ -122,7 +122,7 @@ def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report two ranks that both send to, or both receive from, each other."""
+    """Report one of two ranks that both send to, or both receive from, each other."""
     for one in pending.all:
         for other in pending.facing(one):
             if one.answered or other.answered or one.is_send != other.is_send:
@@ -140,7 +140,7 @@ def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _without_reason(picture: Picture, one: Posted, other: Posted) -> str:
-    """Explain why `one` is unusual but `other` is not; return "" otherwise."""
+    """Explain why `one` is unusual and `other` is not, or return ""."""
     evidence, exchanges = picture.evidence, picture.exchanges
     before, others_before = (exchanges.has_done(p.rank, p.row) for p in (one, other))
     if others_before and not before:

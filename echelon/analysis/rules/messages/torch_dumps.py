@@ -85,7 +85,7 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the side that made such a call for the first time; None if both or neither did."""
+    """Return the only side that made its call to this peer for the first time, or None."""
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None
@@ -128,7 +128,7 @@ def _describe_unequal(picture: Picture, one: _Side, other: _Side, odd: _Side | N
 
 
 def _lonely(streams: Streams) -> Iterator[Message]:
-    """For each direction, yield the first pending message without a counterpart."""
+    """Yield the first pending message without a counterpart in each direction."""
     for line in streams.messages.values():
         for message in line:
             if streams.counterpart(message) is None:
@@ -171,7 +171,7 @@ def _is_head(streams: Streams, message: Message) -> bool:
 
 
 def _is_strange(streams: Streams, message: Message) -> bool:
-    """Return whether a rank is waiting for a peer with which it has never communicated."""
+    """Return whether a rank is waiting for a peer with which it has never exchanged messages."""
     if message.peer not in streams.heads or not _is_head(streams, message):
         return False
     own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))
@@ -206,7 +206,7 @@ def _with_peer(rows: Any, group: int, peer: int) -> Any:
 
 
 def _has_exchanged(streams: Streams, message: Message, *, or_nothing: bool = False) -> bool:
-    """Return whether a rank has completed another message to or from this message's peer.
+    """Return whether a rank has completed a message in the same direction with the same peer.
 
     Args:
         or_nothing: the value to return if the rank has completed no messages with any peer.

@@ -1,1 +1,1 @@
-"""Detect signs of trouble in a single rank."""
+"""Determine from its stack, spans and process state what a single rank is doing."""

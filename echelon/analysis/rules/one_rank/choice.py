@@ -123,7 +123,7 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
-    """Infer from its threads' system calls what a rank without a record is doing."""
+    """Infer what a rank without a record is doing from its threads' system calls."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:

@@ -1,4 +1,4 @@
-"""Detect a rank that keeps other ranks waiting because of its device."""
+"""Detect a rank whose device keeps other ranks waiting."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def never_started(picture: Picture, wait: Wait) -> tuple[int, ...]:
-    """Return the few ranks whose devices have not started an operation that is running elsewhere.
+    """Return the minority of ranks whose devices have not started an operation running elsewhere.
 
     Operations that are still queued behind another operation do not count.
     """

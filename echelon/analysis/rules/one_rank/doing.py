@@ -30,7 +30,7 @@ def activity_of(facts: RankEvidence) -> Activity:
 
 
 def workers_of(facts: RankEvidence) -> list[WorkerState]:
-    """Return the child processes of a rank, most significant first."""
+    """Return the child processes of a rank, the most suspicious first."""
     states = [read_worker(child) for child in facts.host.children]
     return sorted(states, key=lambda one: -one.trouble)
 

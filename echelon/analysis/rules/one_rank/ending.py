@@ -1,4 +1,4 @@
-"""Detect a rank that ended, closed its recorder, fell silent, or left no record."""
+"""Detect a rank that ended, closed its recorder, has a stale heartbeat, or left no record."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _is_closed(facts: RankEvidence) -> bool:
 
 
 def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a stale heartbeat in rings that were read on another host."""
+    """Detect a stale heartbeat in a ring that was read without access to the rank's process."""
     if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
         return None
     behind_s = _behind_s(picture, facts)
@@ -111,7 +111,7 @@ def _youngest_ns(picture: Picture) -> int:
 
 
 def read_loss(picture: Picture, rank: int) -> Reading:
-    """Describe what the launcher knows about a rank on a lost or silent node."""
+    """Return the reading for a rank on a lost or silent node, with the launcher's reason."""
     why = picture.evidence.incident.absent.get(rank, "its node is lost")
     return Reading(
         cause=Cause.DEAD_PROCESS,
@@ -125,9 +125,9 @@ def read_loss(picture: Picture, rank: int) -> Reading:
 
 
 def read_absence(picture: Picture, rank: int) -> Reading:
-    """Detect a rank that left no readable record.
+    """Return the reading for a rank that left no readable record.
 
-    Without a launcher, the confidence is low, because the record may have been lost while files
+    Without an incident, the confidence is low, because the record may have been lost while files
     were being copied.
     """
     if picture.evidence.incident.absent.get(rank):

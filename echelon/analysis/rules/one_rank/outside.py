@@ -54,7 +54,7 @@ def is_seen_outside(facts: RankEvidence) -> bool:
 
 
 def outside_words(facts: RankEvidence) -> str:
-    """Describe the main thread in a phrase that follows "rank R "; return "" if unknown."""
+    """Describe the main thread in a phrase that completes "rank R ..."; return "" if unknown."""
     if not facts.host.threads:
         return ""
     call = facts.host.threads[0].call
@@ -82,7 +82,7 @@ def outside_lines(facts: RankEvidence) -> list[str]:
 def keeps_waiting(picture: Picture) -> tuple[int, ...]:
     """Return the live ranks for which other ranks appear to be waiting.
 
-    Returns () if any rank has a record, if no rank is waiting, or if all ranks are waiting.
+    The result is () if any rank has a record, if no rank is waiting, or if all ranks are waiting.
     """
     return picture.remembered("keeps_waiting", _keeps_waiting)
 
@@ -98,10 +98,10 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 
 
 def sleepers(picture: Picture) -> tuple[int, ...]:
-    """Return the few ranks that are asleep while the main threads of the other ranks wait.
+    """Return the minority of ranks that sleep while the main threads of all other ranks wait.
 
-    Returns () if any rank has a record. The result is meaningful for sends and receives, in which
-    the main thread itself waits.
+    The result is () if any rank has a record. It is meaningful for sends and receives, in which the
+    main thread itself waits.
     """
     return picture.remembered("sleepers", _sleepers)
 

@@ -1,4 +1,4 @@
-"""Detect a rank that is loading data, saving, compiling, or using the store."""
+"""Detect a rank that is loading data, accessing a checkpoint, compiling or using the store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OTHERS_BUILD = (
 
 
 def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect from the stack alone that a rank is running torch's compiler."""
+    """Detect a rank that is running torch's compiler, from its stack alone."""
     activity = activity_of(facts)
     if activity.doing is not Doing.COMPILING:
         return None
@@ -93,7 +93,7 @@ def _span_reading(facts: RankEvidence, span: Span) -> Reading:
 
 
 def _span_line(span: Span, frame: Frame | None) -> str:
-    """Return the line of user code at which a span was opened."""
+    """Return where a span was opened, or the current user line if a library opened the span."""
     opened = site_frame(span.site)
     if frame is not None and frame.is_users and opened is not None and not opened.is_users:
         return str(frame)

@@ -80,7 +80,7 @@ def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is throttled by its cgroup's CPU limit most of the time."""
+    """Detect a rank that its cgroup's CPU limit throttles at least half of the time."""
     share = facts.host.throttled_share
     if share is None or share < THROTTLED_SHARE or facts.host.process_state == "D":
         return None
@@ -130,7 +130,7 @@ def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect C code that holds the interpreter's lock while waiting in the kernel."""
+    """Detect C code that holds the interpreter lock while waiting in the kernel."""
     host = facts.host
     first, later = main_thread(host.stacks), main_thread(host.later_stacks)
     if first is None or later is None or not (first.holds_lock and later.holds_lock):

@@ -1,4 +1,4 @@
-"""Define `Reading` and the signature of the tests that produce a reading."""
+"""Define `Reading`, and the signature of the tests that return one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.analysis.finding import Cause, Confidence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What one rank is doing, according to one test."""
+    """A test's conclusion about what one rank is doing."""
 
     cause: Cause
     confidence: Confidence

@@ -36,7 +36,7 @@ def innermost_span(facts: RankEvidence) -> Span | None:
 
 
 def heartbeat_age_s(facts: RankEvidence) -> float:
-    """Return the age of the Python heartbeat in seconds, or 0 if it is unknown or recent."""
+    """Return the age of the Python heartbeat in seconds, or 0 if unknown or still beating."""
     beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:
@@ -51,13 +51,13 @@ def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def users_line(facts: RankEvidence) -> Frame | None:
-    """Return the innermost frame of user code on the main thread, or None if there is no stack."""
+    """Return the innermost frame of user code on the main thread, or None without a stack."""
     thread = main_thread(facts.host.stacks)
     return users_frame(thread.frames) if thread else None
 
 
 def process_lines(facts: RankEvidence) -> list[str]:
-    """Describe the state of the process, as seen by the host."""
+    """Describe the state of the process as observed on its host."""
     host = facts.host
     lines = []
     if host.process_state:
@@ -77,7 +77,7 @@ def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
 
 
 def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Warn if capturing the stacks may have interrupted what the rank was doing."""
+    """Warn if capturing the stacks may have interrupted a system call."""
     if facts.host.stacks_from != SIGNAL:
         return ()
     text = (
@@ -87,7 +87,7 @@ def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def native_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe the C frames of the main thread's stack, innermost first."""
+    """Describe the main thread's innermost C frames in one line, or return () if unknown."""
     lines = facts.host.native_stacks.splitlines()
     frames = [line.strip() for line in itertools.takewhile(lambda one: one[:1] == " ", lines[1:])]
     if not frames:
@@ -111,7 +111,7 @@ def fault_lines(facts: RankEvidence) -> list[str]:
 
 
 def is_busy(facts: RankEvidence) -> bool:
-    """Return whether a process is computing."""
+    """Return whether a process is using the CPU."""
     share = facts.host.cpu_share
     return share is not None and (share > 0.5 or (facts.host.process_state == "R" and share > 0.02))
 

@@ -1,1 +1,1 @@
-"""Detect which ranks are waiting, and for which ranks."""
+"""Detect faults from the waits between ranks."""

@@ -21,7 +21,7 @@ _SMALL_RING = 2
 
 
 def find_desync(picture: Picture) -> list[Finding]:
-    """Report the ranks in a cycle of waits."""
+    """Report the ranks in a cycle of waits, or the one rank that caused the cycle."""
     ring = picture.graph.cycle()
     if not ring:
         return []
@@ -99,7 +99,7 @@ def _without(waits: list[Wait], rank: int) -> WaitGraph:
 def _describe_odd(
     picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait], *, is_habit: bool
 ) -> Finding:
-    """Report the one rank in a cycle that departed from its usual order of calls."""
+    """Report the one rank in a cycle that deviated from its usual order of calls."""
     near = [wait for wait in waits if odd in wait.absent or odd in wait.waiting]
     first = next((wait for wait in near if odd in wait.absent), waits[0])
     own = next((wait for wait in near if odd in wait.waiting), first)

@@ -1,4 +1,4 @@
-"""Explain a hang in a pipeline by following its waits to the rank that causes them.
+"""Trace the waits in a hung pipeline to the rank that causes them.
 
 Pending messages do not show which rank is waiting for which, because a pipeline posts receives
 ahead of time. Therefore the waits are taken from open spans. A waiting rank has a `pipeline` span
@@ -23,7 +23,7 @@ _ACTION = re.compile(r"\d{1,6}[FBIW]\d{1,6}")
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """One rank waiting for another inside a pipeline."""
+    """A wait of one rank for another in a pipeline."""
 
     rank: int
     action: str  # its own action, which cannot continue

@@ -27,7 +27,7 @@ NOTED_COST_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laggards:
-    """The members that most often arrived last, and the time that they cost."""
+    """The members that most often arrived last, and the time that the others lost."""
 
     group: str
     ranks: tuple[int, ...]
@@ -52,8 +52,8 @@ class Laggards:
 def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
     """Return the members that most often arrived last, or None if there were too few collectives.
 
-    The result is a single rank, the ranks of one host, or a few ranks that take turns at being
-    last.
+    The result is a single rank, the ranks of one host, or a few ranks that each arrive after all
+    others.
 
     Args:
         hosts: the host of each member: [num_members].
@@ -73,7 +73,7 @@ def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
 
 
 def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of members that may share a delay.
+    """Yield candidate sets of members that are late together.
 
     Each set contains at most half of the members.
     """
@@ -97,7 +97,7 @@ def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, .
 def _judge(
     found: Arrivals, lag: npt.NDArray[np.int64], members: tuple[int, ...], hosts: list[str]
 ) -> Laggards:
-    """Measure how much time a set of members cost by arriving after all other members."""
+    """Measure how much time was lost because a set of members arrived after all others."""
     rest = np.delete(lag, members, axis=0)
     if not len(rest):
         rest = np.zeros_like(lag[:1])

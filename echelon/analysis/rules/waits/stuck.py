@@ -1,7 +1,7 @@
-"""Examine the ranks that other ranks are waiting for and that are not waiting themselves.
+"""Examine the sinks of the wait-for graph.
 
-Such a rank is a sink of the wait-for graph. Its own signals show what it is doing (see
-`one_rank/`).
+A sink is a rank that other ranks wait for but that does not wait itself. Its own signals show what
+it is doing (see `one_rank/`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ACTIONS = {
 def find_stuck(picture: Picture) -> list[Finding]:
     """Report the sinks, earliest wait first.
 
-    Sinks share a finding if they have the same cause and block the same operation.
+    Sinks that have the same cause and block the same operation are reported as one finding.
     """
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}
@@ -88,7 +88,7 @@ def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int
 def find_all_busy(picture: Picture) -> list[Finding]:
     """Report a stall in which all ranks are computing and no rank is waiting.
 
-    A long compilation, evaluation or preprocessing step also looks like this.
+    A long compilation, evaluation or preprocessing step looks the same.
     """
     evidence = picture.evidence
     ranks = evidence.ranks
@@ -131,10 +131,11 @@ def find_lost(picture: Picture) -> list[Finding]:
 
 
 def suspects(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks to examine: the sinks or, in a silent stall, every running rank.
+    """Return the ranks to examine: the sinks or, in a stall without waits, every running rank.
 
-    Ranks outside any operation are preferred. If there are none, the suspects are ranks whose peers
-    have completed the operation.
+    Sinks outside any operation are preferred, followed by ranks that are still inside an operation
+    although their peers completed it. Without waits, the ranks that timeout errors name as missing
+    are preferred.
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
@@ -169,7 +170,7 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 def accused(picture: Picture) -> tuple[int, ...]:
     """Return the ranks that other ranks' timeout errors name as missing.
 
-    Ranks that failed themselves are left out.
+    Ranks that themselves raised an exception are left out.
     """
     named: set[int] = set()
     for facts in picture.evidence.ranks.values():
@@ -307,7 +308,7 @@ def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
 
 
 def wait_line(wait: Wait) -> str:
-    """Describe which ranks are inside an operation and which ranks are missing."""
+    """List the ranks that are inside an operation and those that have not entered it."""
     return (
         f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', "
         f"{rank_list(wait.absent)} not"

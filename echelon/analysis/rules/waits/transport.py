@@ -68,7 +68,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
 
 
 def _world(picture: Picture) -> tuple[str, ...]:
-    """If no record states the number of ranks, warn that a rank may be missing."""
+    """Warn that a rank may be missing if no record states the number of ranks."""
     if not picture.evidence.is_world_inferred:
         return ()
     size = picture.evidence.world_size
@@ -91,9 +91,9 @@ def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
 
 
 def _broken(picture: Picture) -> list[Finding]:
-    """Report lost connections if all ranks are alive and responsive.
+    """Report the lost connections that ranks recorded.
 
-    The finding names the rank at the far end of most lost connections.
+    The culprit is the rank at the far end of most lost connections, if one stands out.
     """
     texts = {rank: text for rank, text in _errors(picture).items() if text}
     if not texts:

@@ -1,4 +1,4 @@
-"""Parse the output of torchrun, srun and mpirun to find out how ranks ended."""
+"""Parse how ranks ended from the output of torchrun, srun and mpirun."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a rank ended, according to a launcher. `code` is a return code as in `subprocess`."""
+    """A rank's ending as reported by a launcher. `code` is a return code as in `subprocess`."""
 
     rank: int
     code: int
@@ -62,7 +62,7 @@ def endings_in(text: str) -> tuple[list[Ending], int]:
 
 
 def _first(text: str) -> int:
-    """Return the rank that torchrun reports as the first failure, or -1 if ambiguous."""
+    """Return the rank that torchrun reports as the first failure, or -1 if missing or ambiguous."""
     if text.count(_TORCHRUN_ROOT) != 1:
         return -1
     match = _TORCHRUN.search(text, text.index(_TORCHRUN_ROOT))

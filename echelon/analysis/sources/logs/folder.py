@@ -58,9 +58,9 @@ class _Logs:
 
 
 def load_logs(path: Path) -> Evidence | None:
-    """Load all logs under a folder, or a single log. Return None if there are no logs.
+    """Load all logs under a folder, or a single log; return None if no log is found.
 
-    A text file counts as a log only if it names a rank or contains a known message.
+    A text file counts as a log only if it names a rank or contains a traceback or a known message.
     """
     logs = _Logs()
     for file in _files(path):

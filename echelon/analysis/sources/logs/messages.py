@@ -30,7 +30,7 @@ _TELLING = (
 
 
 class Role(Enum):
-    """What a message reports: a root cause or a consequence."""
+    """The significance of a message: whether it reports a root cause or a consequence."""
 
     ROOT = "its own trouble"
     CONSEQUENCE = "trouble that came from elsewhere"
@@ -38,7 +38,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A kind of message. `name` is its name in the documentation."""
+    """A known kind of log message. `name` is its name in the documentation."""
 
     name: str
     pattern: re.Pattern[str]
@@ -49,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A known message found in a log."""
+    """An occurrence of a known message in a log."""
 
     message: Message
     line: str

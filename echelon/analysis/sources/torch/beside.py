@@ -1,4 +1,4 @@
-"""Read dumps of torch's own recorder that are stored beside echelon's black boxes.
+"""Read dumps of torch's own recorder that are stored alongside echelon's black boxes.
 
 A rank that runs an unmodified torch program has no ring. Its operations are then read from torch's
 dump. If a rank has a ring, its dump from torch is ignored.

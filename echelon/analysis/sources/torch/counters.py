@@ -64,7 +64,7 @@ def join_numbers(
 def _by_elimination(
     found: dict[int, tuple[str, str]], counters: Counters
 ) -> dict[int, tuple[str, str]]:
-    """Match the group numbers and names that are left over, by elimination."""
+    """Match the remaining group numbers and names by elimination."""
     if len(counters.status) != len(counters.names):
         return found
     taken = set(found.values())

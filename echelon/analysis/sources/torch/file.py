@@ -1,6 +1,6 @@
 """Read one file of torch's flight recorder (pickle or JSON) into checked and typed fields.
 
-torch's formats 2.x are supported. Unknown keys are skipped, and missing keys get defaults. The rank
+Format versions 2.x are supported. Unknown keys are skipped, and missing keys get defaults. The rank
 is taken from the file name.
 """
 
@@ -30,7 +30,7 @@ _MAX_MEMBERS = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFile:
-    """One rank's dump."""
+    """One rank's flight recorder dump."""
 
     path: Path
     rank: int
@@ -149,7 +149,7 @@ def _status(value: Any) -> dict[int, tuple[int, int]]:
 
 
 def ranks_in(value: Any) -> tuple[int, ...]:
-    """Return the global ranks given as "[0, 1]" or as a list of numbers; () if there are none."""
+    """Return the global ranks given as "[0, 1]" or as a list of numbers; () for any other value."""
     if isinstance(value, str):
         numbers = [int(number) for number in _NUMBER.findall(value)]
     elif isinstance(value, list):

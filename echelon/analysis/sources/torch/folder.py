@@ -55,7 +55,7 @@ def load_torch(path: Path) -> Evidence:
 
 
 def has_dumps(path: Path) -> bool:
-    """Return whether a folder holds files that begin like dumps and are not logs."""
+    """Return whether a folder contains non-empty files that begin like dumps and are not logs."""
     files = _choose(path)[0].values()
     return any(file.suffix not in LOG_SUFFIXES and file.stat().st_size for file in files)
 
@@ -113,7 +113,7 @@ def _looks_like_dump(file: Path) -> bool:
 
 
 class TorchLoader:
-    """A loader of torch's dumps that keeps only the rows of each file."""
+    """A loader of torch's dumps that keeps the rows and counters of each file, not its entries."""
 
     def __init__(self, tables: Tables | None = None) -> None:
         self.tables = Tables() if tables is None else tables
@@ -206,7 +206,7 @@ def _regular_size(
 
 @dataclass(frozen=True, slots=True)
 class TorchRank:
-    """The parts of a rank's file that the loader keeps."""
+    """The contents of a rank's file that the loader keeps."""
 
     rank: int
     members: Mapping[str, tuple[int, ...]]

@@ -3,7 +3,7 @@
 - Gloo's state is always "scheduled"; `retired` means finished *or* failed.
 - With NCCL, an entry that is retired but not completed shows that the watchdog timed out.
 - Only the closing entry of a coalesced block (`coalesced`) has a state. All operations of a block
-  share one sequence number and are compared as a set.
+  have the same sequence number and are compared as a set.
 - `record_id` and `p2p_seq_id` are counted per process, and are never compared between ranks.
 - The reduce operation, root, splits, tag and step are not recorded.
 """
@@ -118,8 +118,8 @@ class ReadRows:
 
     Attributes:
         tops: the highest counters of each (name, description) pair.
-        called_only: the pairs whose recorder does not know which operations completed.
-        counts_in_status: whether `pg_status` counts collectives in the same way as the entries.
+        called_only: the pairs for which the recorder logs calls but not completions.
+        counts_in_status: True if `pg_status` counts collectives in the same way as the entries.
     """
 
     rows: npt.NDArray[Any]
@@ -129,7 +129,7 @@ class ReadRows:
 
 
 class TorchRows:
-    """A converter of entries to rows that refer to shared tables."""
+    """A converter from torch's entries to rows that refer to shared tables."""
 
     def __init__(self, tables: Tables) -> None:
         self.pairs: list[tuple[str, str]] = []

@@ -2,8 +2,8 @@
 
 | recorder | state | retired |
 |---|---|---|
-| NCCL's and XCCL's own; a hook on a backend that reports completions (`nccl2`) | real | seen to
-  complete, or given up |
+| NCCL's and XCCL's own; a hook on a backend that reports completions (`nccl2`) | real |
+  observed to complete, or timed out |
 | Gloo's own up to torch 2.13 | always "scheduled" | ended |
 | torchcomms (`torch.comms`) | always "scheduled" | completed |
 | a hook on a backend that reports no completions (`mpi`, `ucc`, others) | always "scheduled" |
