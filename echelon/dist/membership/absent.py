@@ -46,8 +46,8 @@ class AbsentEngine:
             CollectiveError: always.
         """
         raise CollectiveError(
-            f"{operation.kind} in group {self._members.name!r}: rank {self._members.rank} replaces "
-            "a lost rank, and the other ranks are already training. With --on-loss replace, call "
+            f"{operation.kind} in group {self._members.name!r}: rank {self._members.rank} has "
+            "yet to join the other ranks, which are already training. With --on-loss replace, call "
             "no collectives before resilient.run. checkpoint.load is also a collective: skip it "
             "if ECHELON_JOIN_AFTER is set",
             group=self._members.name,

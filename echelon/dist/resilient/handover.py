@@ -113,7 +113,9 @@ def check_alike(
             f"({', '.join(map(str, apart))})"
         )
         if not what.startswith(_OWN):
-            raise ValueError(f"{text}: a lost rank of this model cannot be replaced")
+            if group.rank in newcomers:  # not at fault, and not to be blamed
+                raise CollectiveError(f"this rank cannot join: {text}", ranks=apart)
+            raise ValueError(f"{text}: no rank can join the training of this model")
         if group.rank == source:
             warnings.warn(
                 f"{text}: ranks that join receive the values of rank {group.ranks[source]}",

@@ -17,6 +17,7 @@ from pathlib import Path
 from echelon.host.identity import network_of
 from echelon.host.procfs import read_text
 from echelon.host.threads import children, descendants, program_of
+from echelon.recorder.continuation import REPLACE
 
 _MAX_WORLD = 1 << 18
 _WATCHERS = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch", "echelon"})
@@ -69,6 +70,8 @@ class FoundRank:
     @property
     def is_whole_world_here(self) -> bool:
         """True if the launcher started every rank of the world on this machine."""
+        if self.environ.get("ECHELON_ON_LOSS") == REPLACE:
+            return False  # ranks of a node that connected later may have joined
         local = self.environ.get("LOCAL_WORLD_SIZE", "")
         return local.isdigit() and int(local) >= self.world_size
 
@@ -121,7 +124,7 @@ def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
                 launcher=launcher.name,
                 job=(
                     launcher.name,
-                    size,
+                    environ.get("ECHELON_JOB_ID", size),  # the ranks of a world that grew differ
                     *(environ.get(name, "") for name in launcher.job),
                     *_network(pid, environ),
                 ),

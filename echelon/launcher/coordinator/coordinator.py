@@ -252,7 +252,10 @@ class Coordinator:
         if self._world is not None and self._replacements.is_busy:
             self._say(f"node {hello.host} connected")  # it may take the place of a lost node
         elif self._world is not None and self._has_room(self._world):
-            self._say(f"node {hello.host} connected; it will join after a step")
+            self._say(
+                f"node {hello.host} connected; it will join after a step of resilient.run, or at "
+                "the next restart"
+            )
         elif self._world is not None:
             self._say(f"node {hello.host} connected; it will join at the next restart")
         elif not is_host:
@@ -308,7 +311,8 @@ class Coordinator:
         """Handle a stop signal from the user: end the job, or let only the signalled node leave."""
         world = self._world
         is_host = node == self._options.node_name
-        if not is_host and (world is None or node not in world.nodes):
+        is_late = world is not None and node in world.present and node not in world.members
+        if not is_host and (world is None or node not in world.nodes or is_late):
             self._members.let_go(node, number)  # it waits for a place, so no rank depends on it
             return
         if world is None or self._ending is not None:
@@ -391,6 +395,9 @@ class Coordinator:
         rank = self._losses.look(world)
         for event in self._replacements.note_taken_back(world, time.monotonic()):
             self._decide(world, event)
+            self._report.world_size = world.size
+            told = o.RankEnded(attempt=world.number, rank=event.rank, code=None, is_survived=True)
+            self._observers.tell(told)
         if rank is None:
             return
         code = world.ended[rank].code
@@ -561,7 +568,8 @@ class Coordinator:
         # An incident's dumps are read from the folder of the lost rank.
         awaits = self._incidents.is_collecting or world.attempt.awaits_collection or self._todo
         may_start = not (awaits or self._stop_signal or self._hung.is_killing)
-        for event in self._replacements.step(world, now_s, may_start=may_start):
+        may_grow = not self._is_disturbed(world)
+        for event in self._replacements.step(world, now_s, may_start=may_start, may_grow=may_grow):
             if isinstance(event, decide.JoinerAdmitted):
                 self._hung.forget(event.rank)
                 replaced = o.RankReplaced(
@@ -575,23 +583,26 @@ class Coordinator:
     def _has_room(self, world: World) -> bool:
         """Return whether a late node may add ranks to a running world."""
         is_on = self._options.on_loss == REPLACE and not self._options.conf.failover
-        return is_on and len(world.nodes) < self._options.max_nodes
+        is_running = world.attempt.phase is decide.Phase.RUNNING and not self._stop_signal
+        return is_on and is_running and len(world.nodes) < self._options.max_nodes
 
     def _grow(self, world: World, now_s: float) -> None:
         """Start the ranks of a node that connected late, if they can join the running ranks."""
-        if not self._has_room(world) or self._replacements.is_busy or self._stop_signal:
-            return
-        if self._incidents.is_collecting or world.attempt.awaits_collection or self._todo:
+        if not self._has_room(world) or self._replacements.is_busy or self._is_disturbed(world):
             return
         free = self._free_nodes()
-        if not free or world.attempt.phase is not decide.Phase.RUNNING:
-            return
-        if not self._losses.may_grow(world):
+        if not free or not self._losses.may_grow(world):
             return
         before = sum(map(len, world.nodes.values()))
         for event in self._replacements.grow(world, free[0], now_s):
             self._decide(world, event)
         self._losses.note_grown(range(before, before + free[0].num_workers))
+
+    def _is_disturbed(self, world: World) -> bool:
+        """Return whether an incident is being examined, which new ranks would disturb."""
+        is_stalled = world.rule.is_stalled or world.limits.is_reported
+        awaits = self._incidents.is_collecting or world.attempt.awaits_collection
+        return bool(is_stalled or awaits or self._todo)
 
     def _check_store(self) -> None:
         how = self._meeting.how_it_died()
@@ -840,10 +851,11 @@ class Coordinator:
 
 
 def _which_finished(world: World) -> str:
-    lost = sum(world.ended[rank].code != 0 for rank in world.ended if rank < world.size)
+    lost = sum(ended.code != 0 for ended in world.ended.values() if not ended.is_new)
+    size = world.num_members
     if lost:
-        return f"{world.size - lost} of {world.size} ranks"
-    return "the rank" if world.size == 1 else f"all {world.size} ranks"
+        return f"{size - lost} of {size} ranks"
+    return "the rank" if size == 1 else f"all {size} ranks"
 
 
 def _span(ranks: range) -> str:

@@ -193,7 +193,7 @@ class Incidents:
                 kind=action.kind,
                 reason=action.reason,
                 attempt=world.number,
-                nodes=world.present,
+                nodes=world.members,
                 deadline_s=time.monotonic() + _COLLECT_S,
                 is_early=action.is_early,
                 is_survived=bool(action.lost),
@@ -231,7 +231,7 @@ class Incidents:
 
     def keep(self, world: World | None, part: m.DumpPart) -> None:
         """Store one part of a dump, as received from a node."""
-        if self._collection is None or (world is not None and part.rank >= world.size):
+        if self._collection is None or (world is not None and world.is_new(part.rank)):
             return  # there is none, or the rank has yet to join
         try:
             self._collection.keep(part)
@@ -270,7 +270,7 @@ class Incidents:
         incident.recovered = collection.is_survived or (is_stall and collection.is_overtaken)
         incident.ended = ended
         is_due = is_stall or collection.is_survived
-        self.verdicts.begin(incident, world.present, is_due=is_due)
+        self.verdicts.begin(incident, world.members, is_due=is_due)
         # Examining ranks that do not record makes them active, which is not progress.
         is_withdrawn = is_stall and incident.recovered and world.records
         if is_withdrawn:

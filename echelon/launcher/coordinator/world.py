@@ -113,11 +113,26 @@ class World:
     def size(self) -> int:
         """The number of ranks, excluding those of late nodes that have yet to join."""
         size = sum(map(len, self.nodes.values()))
-        while size and self._is_new(size - 1):
+        while size and self.is_new(size - 1):
             size -= 1
         return size
 
-    def _is_new(self, rank: int) -> bool:
+    @property
+    def num_members(self) -> int:
+        """The number of ranks that have been part of the world."""
+        return sum(not self.is_new(rank) for rank in range(self.size))
+
+    @property
+    def members(self) -> list[str]:
+        """The nodes that are not lost and have a rank that has been part of the world."""
+        return [
+            node
+            for node in self.present
+            if not self.nodes[node] or not all(map(self.is_new, self.nodes[node]))
+        ]
+
+    def is_new(self, rank: int) -> bool:
+        """Return whether a rank of a late node has yet to join."""
         return rank in self.ended and self.ended[rank].is_new
 
     @property
@@ -140,7 +155,7 @@ class World:
         first = min(failed, key=lambda one: one.order, default=None)
         if first is None or first.code is not None:
             return []
-        lost = {rank for node in self.lost for rank in self.nodes[node]}
+        lost = {rank for node in self.lost for rank in self.nodes[node] if not self.is_new(rank)}
         return sorted(lost.difference(earlier))
 
     @property
@@ -254,6 +269,8 @@ class World:
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
         """Store a node's latest report about its ranks."""
+        if node not in self.members:
+            return  # a rank that loads the program is no sign of progress
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
         self._sights.pop(_folded(self.nodes[node].start), None)
@@ -305,7 +322,7 @@ class World:
 
     def look_early(self, now_mono_ns: int) -> Look | None:
         """Return the early examination that is due because of a slow operation, or None."""
-        return self.limits.look([self._views.get(node) for node in self.present], now_mono_ns)
+        return self.limits.look([self._views.get(node) for node in self.members], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
         """Return the reason why an incident has no dump of a rank.

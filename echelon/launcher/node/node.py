@@ -324,7 +324,10 @@ class NodeAgent:
         if command.num_nodes > 1:
             ranks = attempt.ranks
             here = f"rank {ranks[0]} runs" if len(ranks) == 1 else _ranks(ranks) + " run"
-            self._say(f"starting {command.world_size} ranks; {here} on this node")
+            what = f"starting {command.world_size} ranks"
+            if command.join_after >= 0:
+                what = "joining ranks that are already training"
+            self._say(f"{what}; {here} on this node")
         self._sighting = Sighting(command, self._workers, self._num_printed)
         self._laps = LapReports(command, self._workers, self._sighting.words)
         self._standings = Standings(command, self._workers, self._tell)

@@ -64,15 +64,31 @@ def test_ranks_of_a_late_node_are_no_part_of_the_world_until_they_are_admitted()
     world.note_ended(0, 1)
     assert world.ranks_lost_first() == []
     assert world.lost_earlier([], is_stall=True).ranks == {}
+    assert (world.present, world.members) == (["a", "b", "c"], ["a", "b"])
+    world.lost = ["c"]
+    assert world.ranks_lost_for_good == world.ranks_lost_first() == []
+    world.lost = []
     ended, epoch = world.admit(4)
     assert world.size == 5
     world.take_back(4, ended, epoch)
     assert world.size == 4
     world.admit(5)
+    assert (world.num_members, world.members) == (5, ["a", "b", "c"])
     assert (world.size, world.lost_earlier([]).ranks) == (6, {4: 1})
     world.admit(4)
     world.note_ended(5, None)
     assert world.size == 6
+
+
+def test_a_rank_that_has_yet_to_join_shows_no_progress():
+    world = _world()
+    world.grow(Node(name="c", host="three", num_workers=1), 1)
+    row = [4, True, 0, -1, 7, True, 0]
+    world.note_sights("c", m.Sights(attempt=0, ranks=[row], folded=[]), 1)
+    assert not world.records
+    world.admit(4)
+    world.note_sights("c", m.Sights(attempt=0, ranks=[row], folded=[]), 2)
+    assert len(world._sights) == 1
 
 
 def test_a_node_whose_ranks_have_all_closed_their_rings_shows_what_it_sees_from_outside():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ _BITS = re.compile(r"bits (\w+) of (\d)$")
 
 # From step 3 on, the ranks wait in each step until `full` ranks have joined; with "go", the first
 # ranks wait in step 3 for a file. "2@start" kills rank 2's first process there, "2!start" lets rank
-# 2 exit, and "2#start" lets it hang.
+# 2 exit, "2#start" lets it hang, and "2~start" lets it load for ever.
 _TRAINING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -52,6 +53,9 @@ def end_if(moment):
         raise SystemExit(3)
     if f"{os.environ['RANK']}#{moment}" in ends:
         time.sleep(3600)
+    while f"{os.environ['RANK']}~{moment}" in ends:
+        with span("loads"):
+            time.sleep(0.1)
 
 def wait(step, world):
     if step == WAITS_AT and not world.epoch:
@@ -298,3 +302,45 @@ def test_a_new_rank_that_is_not_ready_before_the_last_step_is_dismissed(job, tmp
     assert codes == [0, 0], told
     assert "new rank 2 does not join: the other ranks have finished" in told
     assert "all 2 ranks finished successfully" in told
+
+
+def test_a_hang_is_ended_while_a_new_rank_loads(job, tmp_path):
+    start = job("replicated", "2", "1#step 4", "2~start", "go")
+    first = start(2, "--stall-timeout", "4", "--on-stall", "stop")
+    first.wait_for("trains", 2)
+    second = start(1)
+    first.wait_for("adds rank 2")
+    (tmp_path / "go").touch()
+    codes = [first.end(), second.end()]
+    told = _told(first, second)
+    assert codes == [3, 3], told
+    verdict = read_json(first.run_dir / "dump/latest/verdict.json")["verdict"]
+    assert (verdict["cause"], verdict["culprit_ranks"]) == ("host_hang", [1]), told
+    assert "stall cleared" not in told
+
+
+def test_a_failure_after_a_late_node_was_lost_is_a_failure(job, tmp_path):
+    start = job("replicated", "2", "2#start", "0!step 5", "go")
+    first = start(2)
+    first.wait_for("trains", 2)
+    second = start(1)
+    first.wait_for("adds rank 2")
+    second.process.kill()
+    first.wait_for("lost node")
+    (tmp_path / "go").touch()
+    assert first.end() == 3, first.lines
+    report = read_json(first.run_dir / "report.json")
+    assert report["incidents"][0]["verdict"]["culprit_ranks"] == [0], first.lines
+
+
+def test_a_node_whose_ranks_have_not_joined_leaves_alone(job, tmp_path):
+    start = job("replicated", "2", "2#start", "go")
+    first = start(2)
+    first.wait_for("trains", 2)
+    second = start(1)
+    first.wait_for("adds rank 2")
+    second.process.terminate()
+    assert second.end() == 128 + signal.SIGTERM, second.lines
+    (tmp_path / "go").touch()
+    assert first.end() == 0, first.lines
+    assert read_json(first.run_dir / "report.json")["attempts"] == 1, first.lines

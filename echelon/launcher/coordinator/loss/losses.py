@@ -250,7 +250,7 @@ class Losses:
         world.note_continued(epoch.number, epoch.lost, since_ns, there_ns)
         causes = {rank: self._causes.pop(rank) for rank in epoch.lost if rank in self._causes}
         joined = self.admissions.note_joined(epoch)
-        if epoch.joins:
+        if joined:
             seconds = max((monotonic_ns() - self._lost_ns[rank]) / 1e9 for rank in joined)
         self._report.continuations.append(
             {
@@ -276,7 +276,8 @@ class Losses:
         hung = ", ".join(f"rank {rank} ({cause})" for rank, cause in causes.items())
         without = f" without {hung}, with" if hung else " with"
         line = (
-            f"continued{without} {len(epoch.roster)} of {world.size} ranks in {seconds:.2f} s: "
+            f"continued{without} {len(epoch.roster)} of {world.num_members} ranks in "
+            f"{seconds:.2f} s: "
             f"{what}, {steps_lost} steps lost"
         )
         self._say(line)
@@ -293,7 +294,7 @@ class Losses:
         what += [f"new {named(new)} ready"] if new else []
         line = (
             f"{', '.join(what)} in {seconds:.2f} s: joined at step {step}; "
-            f"{len(epoch.roster)} of {world.size} ranks"
+            f"{len(epoch.roster)} of {world.num_members} ranks"
         )
         self._say(line)
         self._note_line(world.number, line)

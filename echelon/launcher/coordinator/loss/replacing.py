@@ -232,14 +232,21 @@ class Replacements:
             self._give_up(world, [rank], f"{whose} {how} before it joined", line)
         return decide.JoinerEnded(rank)
 
-    def step(self, world: World, now_s: float, *, may_start: bool) -> list[decide.Event]:
-        """Start, admit or kill processes as needed; return events for the attempt."""
+    def step(
+        self, world: World, now_s: float, *, may_start: bool, may_grow: bool = True
+    ) -> list[decide.Event]:
+        """Start, admit or kill processes as needed; return events for the attempt.
+
+        Args:
+            may_start: whether processes may be started now.
+            may_grow: whether the ranks of late nodes may be admitted now.
+        """
         self._follow(world)
         if not self.is_busy or world.attempt.phase is not decide.Phase.RUNNING:
             return []
         self._forget_lost_nodes(world)
         events = self._watch(world, now_s)
-        events += self._admit(world)
+        events += self._admit(world, may_grow=may_grow)
         if may_start:
             events += self._start(world, now_s)
         return events
@@ -310,13 +317,12 @@ class Replacements:
             events.append(decide.JoinerStarted(rank))
         return events
 
-    def _admit(self, world: World) -> list[decide.Event]:
+    def _admit(self, world: World, *, may_grow: bool) -> list[decide.Event]:
         """Admit all waiting processes in one epoch, but a late node's ranks only all together."""
         started = self._at(_Stage.STARTED)
         ready = [rank for rank in self._admissions.waiting(world) if rank in started]
-        early = {
-            world.node_of(rank) for rank in started if self._is_new(rank) and rank not in ready
-        }
+        new = [rank for rank in self._places if self._is_new(rank)]
+        early = {world.node_of(rank) for rank in new if rank not in ready or not may_grow}
         ready = [rank for rank in ready if world.node_of(rank) not in early]
         if not ready or not self._admissions.admit(world, ready):
             return []
@@ -414,7 +420,7 @@ class Replacements:
         for rank in (*self._at(_Stage.STARTED), *self._at(_Stage.DISMISSED)):
             self._kill(world, rank)
 
-    def note_taken_back(self, world: World, now_s: float) -> list[decide.Event]:
+    def note_taken_back(self, world: World, now_s: float) -> list[decide.JoinerStarted]:
         """Dismiss the processes whose admission was withdrawn; return events for the attempt."""
         gone = [
             rank for rank in self._at(_Stage.ADMITTED) if not self._admissions.is_admitted(rank)

@@ -61,7 +61,7 @@ class Restarting:
         """Return whether the decision must wait for the verdict on how an attempt ended."""
         incident = incident_of(world, self._report.incidents, end.ended_by)
         is_open = incident is not None and self._verdicts.is_open(incident)
-        changed = self._options.max_nodes > 1 and (world.lost or world.leaving)
+        changed = self._options.max_nodes > 1 and (world.ranks_lost_for_good or world.leaving)
         wants = self.restarts.asks_for_verdict and self.restarts.is_failure(end) and not changed
         if not (is_open and wants and not world.unkillable):
             self._waits_until_s = 0.0
@@ -89,7 +89,7 @@ class Restarting:
 
         decision = self.restarts.next(
             end,
-            lost=bool(world.lost),
+            lost=bool(world.ranks_lost_for_good),
             left=bool(world.leaving),
             lasted_s=time.monotonic() - world.started_s,
             num_nodes=len(self._roster.nodes),

@@ -672,3 +672,25 @@ def test_nothing_grows_unless_all_ranks_train(job, state):
     else:
         job.stands(1, state)
     assert not job.losses.may_grow(job.world)
+
+
+def test_new_ranks_wait_while_an_incident_is_examined(job):
+    _grow(job, 1)
+    _waits(job, 3)
+    for event in job.replacements.step(job.world, 0.0, may_start=True, may_grow=False):
+        job.world.attempt.on(event, 0.0)
+    assert job.losses._epochs.number == 0
+    job.step()
+    assert job.newest.joins == (3,)
+
+
+def test_a_new_rank_waits_for_one_of_its_node_that_is_started_again(job):
+    _grow(job, 2)
+    _waits(job, 4)
+    job.world.attempt.on(job.replacements.note_ended(job.world, 3, _KILLED), 0.0)
+    assert job.said[-1] == "new rank 3 was killed by SIGKILL before it joined"
+    job.step()
+    assert job.losses._epochs.number == 0
+    _waits(job, 3)
+    job.step()
+    assert job.newest.joins == (3, 4)
