@@ -107,7 +107,7 @@ def load_source(
 def _fill(
     open_source: Callable[[], Source], state: dict[str, Any], peers: Peers, doing: str
 ) -> None:
-    """Fill the state from a single source.
+    """Fill the state from one source. Collective.
 
     Raises:
         DamagedError: the data on disk is damaged. All ranks raise this error.

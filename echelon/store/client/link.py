@@ -32,7 +32,7 @@ class Call:
         tag: the number of the query on its link.
         status: the status of the answer; None until the answer arrives.
         payload: the payload of the answer.
-        frames: for a watch, the frames that have not been taken yet.
+        frames: for a watch, the received frames that have not been consumed; otherwise None.
     """
 
     __slots__ = ("_num_quiet", "event", "frames", "payload", "status", "tag")
@@ -55,7 +55,7 @@ class Link:
     """A connection shared by all threads of a client. Thread-safe.
 
     Attributes:
-        problem: why the link can no longer be used; None if it is usable.
+        problem: the reason that the link can no longer be used; None if it is usable.
         refusal: the reason that the server gave for closing the connection or refusing a quiet
             write.
     """
@@ -87,7 +87,7 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """True once every request has been answered."""
+        """True if no request is waiting for an answer."""
         return not self._calls
 
     def start(self, query: int, body: bytes, deadline: Deadline, *, is_watch: bool = False) -> Call:

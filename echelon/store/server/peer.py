@@ -51,7 +51,7 @@ class Peer(asyncio.Protocol):
 
     Attributes:
         peer: "address:port" of the peer.
-        standing: how far the peer has progressed towards membership.
+        standing: the stage that the peer has reached.
         since: the loop's time at which the connection was accepted or an incomplete command began.
         is_inside_command: whether the peer has sent only part of a command.
         transcript: the bytes of the handshake (see `trust.transcript`).
@@ -199,7 +199,7 @@ class Peer(asyncio.Protocol):
             self._work_off()
 
     def data_received(self, data: bytes) -> None:
-        """Extract commands from the received bytes and execute them."""
+        """Parse the received bytes and execute the commands that they complete."""
         self._receive(data)
         receiver = self._receiver
         if receiver is not None:
@@ -271,17 +271,17 @@ class Peer(asyncio.Protocol):
 
     @property
     def _must_wait(self) -> bool:
-        """Return whether commands must not be executed at the moment."""
+        """True if received commands must be deferred."""
         return bool(self._backlog) or self._is_paused or self.standing is Standing.CLOSED
 
     @property
     def _is_flowing(self) -> bool:
-        """Return whether the peer is a member whose commands may be executed on arrival."""
+        """True if the peer is a member whose commands may be executed on arrival."""
         return self.standing is Standing.MEMBER and not self._must_wait
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether the peer may use the fast path for plain commands."""
+        """True if the peer may use the fast path for plain commands."""
         promised = self.state.promised_to
         return self._is_flowing and (not promised or self not in promised)
 
@@ -388,7 +388,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def put_off(self) -> None:
-        """Defer the next command so that other peers can run first."""
+        """Defer this peer's remaining commands until other peers have had a turn."""
         if self._is_busy:
             return
         self._is_busy = True

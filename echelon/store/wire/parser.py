@@ -108,8 +108,8 @@ class Parser:
     Until the owner sets `admitted`, only small commands are allowed.
 
     Attributes:
-        violation: why the peer must be refused; None if it has followed the protocol.
-        extensions: whether the peer has announced itself as an echelon client.
+        violation: the reason for refusing the peer; None if it has followed the protocol.
+        extensions: True once the peer has announced itself as an echelon client.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -310,7 +310,7 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Pass the data from `position` on to the current command; return where reading stopped."""
+        """Feed data from `position` to the open command; return the position where it stopped."""
         while self._steps is not None:
             end = position + self._need
             if end > len(data):

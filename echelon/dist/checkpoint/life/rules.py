@@ -41,7 +41,7 @@ class Policy:
     """The rules that decide which checkpoints to keep.
 
     Attributes:
-        keep: how many of the most recent complete checkpoints to keep.
+        keep: the number of most recent complete checkpoints to keep.
         keep_every: also keep every checkpoint whose step is a multiple of this number; None
             disables this rule.
         best: also keep the checkpoint with the "lowest" or "highest" score; None disables this

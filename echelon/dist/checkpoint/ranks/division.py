@@ -25,7 +25,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """The hashes that describe one rank's part of a tensor."""
+    """The hashes that describe the elements of a tensor that one rank holds."""
 
     path: int
     kind: int
@@ -33,8 +33,9 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Agree on the kind of each entry and on which entries each rank saves separately.
+    """Check that all ranks have the same entries, and add the staged values to `contents`.
 
+    Values that differ between ranks are added once per rank. Collective.
     Raises:
         ValueError: an entry has a different kind on another rank.
         CheckpointError: another rank detected such a difference.

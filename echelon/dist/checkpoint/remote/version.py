@@ -160,7 +160,7 @@ def marked(root: Remote) -> list[Remote]:
 
 
 def candidates(place: Remote) -> Sequence[Remote]:
-    """Return the versions to try to load, best first; just `place` if `place` is a version.
+    """Return the versions to try, in order of preference; only `place` if it is a version itself.
 
     Raises:
         CheckpointError: no version was found.
@@ -201,7 +201,7 @@ def read_manifest(version: Remote) -> Manifest:
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded, or None. Check only the object sizes."""
+    """Return why a committed version cannot be loaded, or None, without reading tensor data."""
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 class Local(NamedTuple):
-    """The part of a tensor that this rank holds.
-
+    """A piece of a tensor that this rank holds.
     Attributes:
         data: the elements held.
         shape: the shape of the full tensor.
