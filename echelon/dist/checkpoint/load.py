@@ -43,8 +43,8 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
         state: a state with the structure of the saved state, or of a part of it.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, all checkpoints are damaged (the error
-            names a file), or another rank failed.
+        CheckpointError: no complete checkpoint exists, all checkpoints are damaged (the error names
+            a file), or another rank failed.
         ValueError: the checkpoint does not match the state.
         TypeError: `state` is not a dict of entries.
 
@@ -127,7 +127,7 @@ def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
     Values that contain tensors are omitted.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or its manifest is damaged.
+        CheckpointError: no complete checkpoint exists, or its manifest is damaged.
 
     Example:
         >>> save("runs/gpt", {"model": model, "step": 7})

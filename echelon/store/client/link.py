@@ -1,11 +1,11 @@
 """Manage one connection to echelon's server, which all threads of a client share.
 
-A query and its answer carry the same tag, so answers may arrive in any order. There is no reader
-thread. Instead, one of the waiting callers reads the answers for all callers; once it has its own
+A query and its answer carry the same tag, so answers may arrive in any order. Instead of a separate
+reader thread, one of the waiting callers reads the answers for all callers. Once it has its own
 answer, another caller takes over.
 
-[Note: quiet writes] `set` and similar queries carry tag 0, and are answered only if they are
-refused. The server executes a connection's queries in order. Therefore the answer to a later query
+[Note: quiet writes] `set` and similar queries carry tag 0, and the server answers them only if it
+refuses them. The server executes a connection's queries in order, so the answer to a later query
 confirms all earlier writes.
 """
 
@@ -236,7 +236,7 @@ class Link:
             call.event.set()
 
     def drain(self) -> None:
-        """Process any refusals, events or end of stream that have already arrived."""
+        """Process refusals, events and the end of the stream if they have already arrived."""
         if not self._reading.acquire(blocking=False):
             return
         try:

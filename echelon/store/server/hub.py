@@ -102,7 +102,7 @@ class Hub:
             self._num_in_session[session] += 1
 
     def leave(self, connection: Peer) -> None:
-        """Withdraw everything that belongs to a connection. Repeated calls have no effect."""
+        """Remove all state that belongs to a connection. Repeated calls have no effect."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -154,7 +154,7 @@ class Hub:
         self.publish(next(key for key in keys if not self.state.is_present(key)), value)
 
     def renew(self) -> None:
-        """Drop all members and keys, and choose a new instance ID."""
+        """Close all connections, drop all keys and choose a new instance ID."""
         for connection in list(self.connections):
             connection.close()
         self.state = StoreState(self.limits.num_keys)

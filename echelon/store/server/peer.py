@@ -37,7 +37,7 @@ _LINGER_S = 2.0  # how long a closed connection's last replies may take
 
 
 class Standing(Enum):
-    """The stages through which a peer passes to become a member."""
+    """The stages of a connection, from its acceptance to its end."""
 
     NEW = "new"  # must say VALIDATE, then PING
     CHALLENGED = "challenged"  # ours; owes a proof of the secret
@@ -53,7 +53,7 @@ class Peer(asyncio.Protocol):
         peer: "address:port" of the peer.
         standing: the stage that the peer has reached.
         since: the loop's time at which the connection was accepted or an incomplete command began.
-        is_inside_command: whether the peer has sent only part of a command.
+        is_inside_command: True while the last command received is incomplete.
         transcript: the bytes of the handshake (see `trust.transcript`).
         partial_bytes: the number of bytes received so far for an incomplete command.
         session: the bytes that identify the client; b"" for torch's clients.
@@ -164,7 +164,7 @@ class Peer(asyncio.Protocol):
         self.hub.leave(self)
 
     def eof_received(self) -> bool:
-        """Withdraw everything that belongs to the peer, and close the connection."""
+        """Close the connection, which removes all state that belongs to the peer."""
         self.close()
         return False
 
@@ -246,8 +246,7 @@ class Peer(asyncio.Protocol):
             self.refuse(self._parser.violation)
 
     def _execute_plain(self, executor: Executor) -> bool:
-        """Execute the next plain commands without the parser; return whether there were any.
-
+        """Execute the next plain commands without the parser; return whether any were completed.
         A command that started in an earlier packet is completed first.
         """
         has_completed, data = False, self._rest

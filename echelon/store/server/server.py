@@ -240,7 +240,7 @@ class StoreServer:
         return self._call_in_slices(in_one)
 
     def _call_in_slices(self, ask: Callable[[Hub], Generator[None, None, T]]) -> T:
-        """Run a generator on the loop, one step per turn, and return its result."""
+        """Run a generator on the loop, one step per iteration, and return its result."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def begin() -> None:

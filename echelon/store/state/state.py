@@ -396,7 +396,7 @@ class StoreState:
             self.delete(key)
 
     def forget(self, owner: Hashable) -> None:
-        """Withdraw everything that belongs to an owner that has left."""
+        """Remove all state that belongs to an owner that has left."""
         for waiter in self.waiters_of(owner):
             self.withdraw(waiter)
         self.release_promise(owner)

@@ -260,7 +260,7 @@ def newest(path: Path) -> Path:
     """Return the newest complete version of a checkpoint, or `path` if it is a version itself.
 
     Raises:
-        CheckpointError: there is no complete version.
+        CheckpointError: no complete version exists.
     """
     return candidates(path)[0]
 

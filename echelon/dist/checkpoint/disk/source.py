@@ -50,7 +50,7 @@ class Version:
     """A complete version of a checkpoint.
 
     Raises:
-        CheckpointError: there is no version at `path`, or it is damaged.
+        CheckpointError: no version exists at `path`, or the version is damaged.
     """
 
     def __init__(self, path: Path) -> None:

@@ -54,12 +54,12 @@ class Policy:
 
 
 def newest(found: Sequence[Found]) -> Found | None:
-    """Return the complete checkpoint with the highest step, or None if there is none."""
+    """Return the complete checkpoint with the highest step, or None if none is complete."""
     return max(_complete(found), key=lambda one: one.step, default=None)
 
 
 def best(found: Sequence[Found], which: Best) -> Found | None:
-    """Return the complete checkpoint with the best score, or None.
+    """Return the complete checkpoint with the best score, or None if none has a score.
 
     If several checkpoints have the best score, the earliest is returned.
     """

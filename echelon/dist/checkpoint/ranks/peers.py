@@ -173,7 +173,7 @@ def find(*, to_write: bool) -> Peers:
         to_write: whether the ranks intend to write, which requires a group.
 
     Raises:
-        ValueError: `to_write` is set and the job has several ranks, but there is no group.
+        ValueError: `to_write` is set and the job has several ranks, but no group exists.
     """
     try:
         return World(world())

@@ -25,7 +25,7 @@ Ranks = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """The part of a tensor that lies at positions `first` to `last` of a line."""
+    """The bytes of a tensor that are at positions `first` to `last` of a line."""
 
     held: Held
     path: str
@@ -77,7 +77,7 @@ class Lines(NamedTuple):
     Attributes:
         for_all: the line of all ranks, or None.
         for_some: the lines of smaller sets of ranks, sorted by their ranks.
-        has_some: whether any two or more ranks of the job, but not all, share a line.
+        has_some: True if at least two ranks of the job, but not all, share a line.
     """
 
     for_all: Line | None

@@ -247,7 +247,7 @@ class RemoteVersion(Version):
     """A complete version in an object store.
 
     Raises:
-        CheckpointError: there is no version at `place`, or it is damaged.
+        CheckpointError: no version exists at `place`, or the version is damaged.
     """
 
     def __init__(self, place: Remote) -> None:
