@@ -118,6 +118,7 @@ def commands(page: str) -> Iterator[str]:
 
 def classified(command: str) -> tuple[int | None, str]:
     """Return a command's expected exit code and "", or None and the reason that it is not run.
+
     Raises:
         LookupError: the command is in neither table.
     """

@@ -32,6 +32,7 @@ def show(key: bytes) -> str:
 
 class WaitCancelledError(Exception):
     """Raised when the server cancels a wait at its deadline.
+
     Attributes:
         payload: the status of the barrier or gather, as reported by the server.
     """

@@ -1,8 +1,8 @@
 """Manage the state that all connections of a server share.
 
 All methods run on the server's event loop. The hub answers waits and pushes changes to watches. A
-separate thread looks up the owners of local torch clients in the kernel's tables. Once per second,
-the hub closes connections that have exceeded a time limit.
+separate thread looks up the users of local torch clients in the kernel's socket tables. Once per
+second, the hub closes connections that have exceeded a time limit.
 """
 
 from __future__ import annotations

@@ -247,6 +247,7 @@ class Peer(asyncio.Protocol):
 
     def _execute_plain(self, executor: Executor) -> bool:
         """Execute the next plain commands without the parser; return whether any were completed.
+
         A command that started in an earlier packet is completed first.
         """
         has_completed, data = False, self._rest

@@ -204,6 +204,7 @@ class StoreServer:
 
     def hold(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each of the keys exists, in the order of `keys`.
+
         Raises:
             StoreError: the server is not running.
         """

@@ -380,7 +380,7 @@ class Parser:
             self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
-        """Return `length` after checking that this command may contain another such string."""
+        """Return `length` after checking that the command may contain a string of this length."""
         limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
         if length > limit:
             what = "key" if kind == "K" else "value"

@@ -121,7 +121,7 @@ class Unfinished:
         return is_committed(self.final, self.token)
 
     def commit(self, world_size: int, keep: int) -> None:
-        """Make this the newest complete version, then remove all but the last `keep` versions.
+        """Make this the newest complete version, then remove all but the newest `keep` versions.
 
         Raises:
             CheckpointError: a part is missing, is truncated or comes from another save.

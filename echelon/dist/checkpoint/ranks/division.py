@@ -33,9 +33,10 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Check that all ranks have the same entries, and add the staged values to `contents`.
+    """Check that entries have the same kind on all ranks, and add the staged values. Collective.
 
-    Values that differ between ranks are added once per rank. Collective.
+    Values that differ between ranks are stored once per rank.
+
     Raises:
         ValueError: an entry has a different kind on another rank.
         CheckpointError: another rank detected such a difference.

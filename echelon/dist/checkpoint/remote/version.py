@@ -108,7 +108,7 @@ class RemoteUnfinished:
         return COMMIT in self.path.sizes()
 
     def commit(self, world_size: int, keep: int) -> None:
-        """Make this the newest complete version, then remove all but the last `keep` versions.
+        """Make this the newest complete version, then remove all but the newest `keep` versions.
 
         Raises:
             CheckpointError: a part is missing, is truncated or comes from another save.
@@ -209,7 +209,7 @@ def problem_of(version: Remote) -> str | None:
 
 
 def prune(root: Remote, newest: Remote, keep: int) -> None:
-    """Remove incomplete saves, and versions older than the last `keep` intact ones."""
+    """Remove incomplete saves, and versions that are older than the newest `keep` intact ones."""
     whole = 0
     for version in reversed(versions(root)):
         if COMMIT in version.sizes() and whole < keep:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 class Local(NamedTuple):
     """A piece of a tensor that this rank holds.
+
     Attributes:
         data: the elements held.
         shape: the shape of the full tensor.
