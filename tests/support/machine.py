@@ -68,7 +68,7 @@ def run_there(
     environ: Mapping[str, str] | None = None,
     patience_s: float = 30.0,
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run a command; return the completed process, and one line for each thing left behind.
+    """Run a command; return the completed process, and one line for each item left behind.
 
     Args:
         argv: the command.

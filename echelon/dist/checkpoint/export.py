@@ -82,7 +82,7 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Map each name under a prefix to its path; if it has one path per rank, to the lowest rank's.
+    """Map each name under a prefix to its path, or to the lowest rank's path if it has several.
 
     The names do not include the prefix.
     """

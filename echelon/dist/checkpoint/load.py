@@ -89,8 +89,8 @@ def load_source(
 
     Args:
         path: the path to show in errors and in the black box.
-        open_source: opens the source. Every rank calls it with the ranks that take part in the
-            load.
+        open_source: a function that opens the source. Every rank calls it with the ranks that take
+            part in the load.
         state: the state to fill.
 
     Raises:

@@ -42,7 +42,7 @@ class TCPStore(Store):
         host_name: the server's host name or address.
         port: the server's port; for a master, 0 means any free port.
         world_size: the expected number of clients; None if unknown.
-        is_master: whether to host the server in this process as well.
+        is_master: whether to also host the server in this process.
         timeout: the timeout for connecting, and for each call that does not specify its own.
         wait_for_workers: whether the master's constructor waits until `world_size` clients have
             joined.

@@ -55,7 +55,7 @@ def settle(peers: Peers, doing: str, contents: Contents) -> None:
 def divide(
     peers: Peers, doing: str, held: Sequence[Held], aliases: Mapping[str, str]
 ) -> list[Held]:
-    """Return the parts of this rank's tensors that this rank must write.
+    """Return the pieces of tensors that this rank must write. Collective.
 
     Raises:
         ValueError: several ranks hold different tensors under the same name.
