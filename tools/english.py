@@ -1,12 +1,12 @@
-"""Find habits of English that a native engineer would not write; part of `make check`.
+"""Find unidiomatic English in comments, docstrings, messages and docs; part of `make check`.
 
     python tools/english.py               # prints each hit with what to write instead
     python tools/english.py --sample 7    # draws 100 docstrings and 60 messages with that seed
 
-Searched are the comments, docstrings and messages of Python files, C files as a whole, and Markdown
-outside code blocks. A pattern is listed only if it is nearly always wrong; a reader has to find the
-rest. If a hit is correct, put `english: ok` on its line (in Markdown within `<!-- -->`), or the
-phrase into `ALLOWED`.
+The script searches the comments, docstrings and messages of Python files, C files as a whole, and
+Markdown outside code blocks. A pattern is listed only if it is nearly always wrong; a reader has to
+find the other mistakes. If a hit is correct, put `english: ok` on its line (in Markdown within
+`<!-- -->`), or add the phrase to `ALLOWED`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _COMPILED = {re.compile(pattern): instead for pattern, instead in HABITS.items()
 
 
 def hits(path: Path, text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the habits found in a file: line number, what was found, what to write instead."""
+    """Yield the hits in a file: the line number, the text found, and what to write instead."""
     if not any(pattern.search(line) for pattern in _COMPILED for line in text.splitlines()):
         return  # most files: the tokens are not needed
     for number, line in prose(path, text):
@@ -110,7 +110,7 @@ def searched() -> list[Path]:
 
 
 def check() -> int:
-    """Print every hit; return how many there are."""
+    """Print every hit; return the number of hits."""
     num_hits = 0
     for path in searched():
         if not (ROOT / path).exists():  # removed, not yet committed
@@ -122,7 +122,7 @@ def check() -> int:
 
 
 def sample(seed: int, num_docstrings: int = 100, num_messages: int = 60) -> Iterator[str]:
-    """Draw docstrings and messages of the package for a reader to judge."""
+    """Yield a random sample of the package's docstrings and messages for a reader to judge."""
     docstrings, messages = [], []
     for path in (one for one in searched() if one.parts[0] == "echelon" and one.suffix == ".py"):
         tree = ast.parse((ROOT / path).read_text())
@@ -145,7 +145,7 @@ def sample(seed: int, num_docstrings: int = 100, num_messages: int = 60) -> Iter
 
 
 def main() -> int:
-    """Check, or draw a sample."""
+    """Run the check, or print a sample; return the exit code."""
     parser = argparse.ArgumentParser(description="Find habits of unidiomatic English.")
     parser.add_argument("--sample", type=int, metavar="SEED", help="draw texts for a reader")
     options = parser.parse_args()

@@ -1,11 +1,12 @@
-"""List the public surface: every public name of every room, with its signature.
+"""List the public API: every public name of every package, with its signature.
 
-    python tools/public_api.py             # prints it
-    python tools/public_api.py --write     # writes tests/data/public_api.txt, which a test compares
+    python tools/public_api.py             # prints the list
+    python tools/public_api.py --write     # writes tests/data/public_api.txt, which a test checks
 
-A module's public names are its `__all__`, or without one, the names that it defines without an
-underscore. For a class, the list has what echelon defines: its constructor, methods and properties,
-the members of an enum and the fields of a data class.
+A module's public names are the names in its `__all__`. Without `__all__`, they are the names that
+the module defines and that do not start with an underscore. For a class, the list contains the
+constructor and the members that echelon defines: methods, properties, enum members and data class
+fields.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def surface() -> str:
-    """Return the list, one name per line, in a fixed order."""
+    """Return the public API as text, with one name per line in a fixed order."""
     lines = []
     for path in MODULES:
         module = importlib.import_module(path)
@@ -79,7 +80,7 @@ def _described(path: str, value: Any) -> Iterator[str]:
 
 
 def _members(kind: type) -> dict[str, Any]:
-    """Return the public attributes defined by echelon's own classes of the hierarchy."""
+    """Return the public attributes that a class or echelon's base classes define, keyed by name."""
     own = [base for base in reversed(kind.__mro__) if base.__module__.startswith("echelon")]
     found: dict[str, Any] = {}
     for base in own:
@@ -104,7 +105,7 @@ def _member(path: str, member: Any) -> Iterator[str]:
 
 
 class _Unquoted(str):
-    """An annotation without quotes, as postponed evaluation leaves it."""
+    """An annotation from a postponed evaluation, whose `repr` does not have quotes."""
 
     __slots__ = ()
 
@@ -133,7 +134,7 @@ def _home(value: Any) -> str | None:
 
 
 def main() -> None:
-    """Print the surface, or write it to the file that the test reads."""
+    """Print the list, or write it to the file that the test reads."""
     parser = argparse.ArgumentParser(description="List every public name with its signature.")
     parser.add_argument("--write", action="store_true", help=f"write {LISTED.name}")
     if parser.parse_args().write:

@@ -7,8 +7,8 @@
 
 The tests are `torch.testing._internal.distributed.distributed_test` of the installed wheel (they
 need `pip install expecttest`). Many of them skip backends with unknown names. The module is
-therefore told that it runs over Gloo, which enables all of Gloo's tests, and when it makes a group,
-the backend under test takes Gloo's place. Results are written after each test, and a run continues
+therefore configured for Gloo, which enables all of Gloo's tests, and whenever it creates a group,
+the backend under test replaces Gloo. Results are written after each test, and a run continues
 where an earlier one with the same file stopped. Torch's harness checks only rank 0's exit code;
 here, every rank's counts.
 """
@@ -69,10 +69,10 @@ _tests = _load()
 
 
 class DistributedSuite(_tests.TestDistBackend, _tests.DistributedTest._DistTestBase):
-    """Torch's tests, each with its own processes."""
+    """Torch's test suite, which runs each test in new processes."""
 
     def setUp(self) -> None:
-        """Start the ranks."""
+        """Start the processes of all ranks."""
         super().setUp()
         self._start_processes(_process)
 
@@ -83,7 +83,7 @@ class DistributedSuite(_tests.TestDistBackend, _tests.DistributedTest._DistTestB
 
 
 def _process(*, target: Callable[..., None], name: str, args: Any, kwargs: Any) -> Any:
-    """Create a process of the fork server that starts with this process's current environment."""
+    """Create a process that the fork server starts with this process's current environment."""
     return _CONTEXT.Process(target=_enter, name=name, args=(dict(os.environ), target, args, kwargs))
 
 
@@ -111,7 +111,7 @@ def _run_one(name: str) -> dict[str, Any]:
 
 
 def _end(test: DistributedSuite) -> None:
-    """Leave no rank behind: a test may have been aborted."""
+    """Kill the ranks that are still running, because the test may have been aborted."""
     for process in getattr(test, "processes", ()):  # none if it was skipped before
         if process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def _tail(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the tests that have no result yet."""
+    """Run the tests that do not have a result yet; return the exit code."""
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(options.timeout)
     _CONTEXT.set_forkserver_preload(["torch", _tests.__name__])
     results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
@@ -148,14 +148,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_open(known: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Return whether a test that has run must run again."""
+    """Return whether a test that already has a result must run again."""
     if known["result"] == "skip":
         return known["why"] == _NEEDS_MORE_RANKS and options.world_size == "8"
     return known["result"] == "fail" and options.again
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Print as Markdown what passes, fails, and is not applicable (the reference skips it too)."""
+    """Print the passed, failed and inapplicable tests as Markdown; return the exit code.
+
+    A test is inapplicable if the reference backend skips it.
+    """
     ours, other = (json.loads(path.read_text()) for path in (options.results, options.reference))
     skipped = {name: one["why"] for name, one in other.items() if one["result"] == "skip"}
     applicable = {name: one for name, one in ours.items() if name not in skipped}
@@ -170,7 +173,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def _grouped(reasons: dict[str, str]) -> str:
-    """Return a table of reasons and the tests that have them."""
+    """Return a Markdown table that groups tests by their reasons."""
     groups: dict[str, list[str]] = {}
     for name, why in sorted(reasons.items()):
         groups.setdefault((why.splitlines() or ["?"])[0].replace("|", "/")[:90], []).append(name)
@@ -183,7 +186,7 @@ def _short(name: str) -> str:
 
 
 def main() -> int:
-    """Read the command line."""
+    """Run the action given on the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("run")

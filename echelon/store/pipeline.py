@@ -97,7 +97,7 @@ class Pipeline:
         return self._step("add", key, arguments.int64(amount))
 
     def append(self, key: str, value: str | bytes) -> Reply[None]:
-        """Append data to the value of a key."""
+        """Append to the value of a key. A missing key is treated as empty."""
         return self._step("append", key, arguments.value(value))
 
     def check(self, key: str) -> Reply[bool]:
@@ -109,7 +109,7 @@ class Pipeline:
         return self._step("compare_set", key, arguments.value(expected), arguments.value(desired))
 
     def delete_key(self, key: str) -> Reply[bool]:
-        """Delete a key and the queue of the same name."""
+        """Delete a key and the queue of the same name; the reply is True if either existed."""
         return self._step("delete_key", key)
 
     def queue_push(self, key: str, value: str | bytes) -> Reply[None]:

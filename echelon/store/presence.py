@@ -17,7 +17,7 @@ class Presence:
     """A key that stays in the store until `close` is called.
 
     Args:
-        take_back: a function that ends the presence; called once.
+        take_back: a function that ends the presence; called at most once.
     """
 
     def __init__(self, take_back: Callable[[], object]) -> None:

@@ -1,1 +1,1 @@
-"""What tests of several rooms share: ranks, hosts, machines, clocks, ports and links."""
+"""Helpers for the tests of several packages: ranks, hosts, machines, clocks, ports and links."""

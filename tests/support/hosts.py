@@ -1,7 +1,8 @@
-"""Several hosts on one machine: network namespaces on a bridge, made and removed by the test.
+"""Emulate several hosts on one machine by network namespaces that are connected by a bridge.
 
-Needs root and iproute2. Every namespace's name carries the test process's pid; removing it takes
-its processes' network along, not the processes: the test ends those itself.
+Needs root and iproute2. The test creates and removes the namespaces, whose names contain the test
+process's PID. Removing a namespace disconnects its processes but does not end them; the test must
+end them itself.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ needs_nft = pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft, t
 
 
 class Host:
-    """One namespace with an address of its own."""
+    """An emulated host: a network namespace with its own address."""
 
     def __init__(self, network: str, name: str, address: str) -> None:
         self._network = network
@@ -68,15 +69,15 @@ class Host:
         return ["ip", "netns", "exec", self.name, *argv]
 
     def command_to_cut(self) -> list[str]:
-        """Return the command line that takes the link down: packets vanish, no rank is notified."""
+        """Return a command line that takes the link down: packets are dropped without an error."""
         return ["ip", "-n", self._network, "link", "set", f"to-{self.name[-6:]}", "down"]
 
     def cut(self) -> None:
-        """Take the link down."""
+        """Take the host's link down."""
         subprocess.run(self.command_to_cut(), check=True, capture_output=True, timeout=60)
 
     def swallow(self, *, but_port: int) -> None:
-        """Let everything this host sends vanish, but TCP from and to one port."""
+        """Drop all packets that this host sends, except TCP packets from or to `but_port`."""
         for number, rule in enumerate(
             (
                 f"ipproto tcp dport {but_port} lookup main",
@@ -87,15 +88,15 @@ class Host:
         _ip("-n", self.name, "rule", "add", "priority", "20", "to", "10.77.0.0/16", "blackhole")
 
     def lose_way_to(self, other: Host) -> None:
-        """Let all that this host sends to another one vanish; nobody is told."""
+        """Drop all packets that this host sends to `other`, without an error."""
         _ip("-n", self.name, "route", "add", "blackhole", f"{other.address}/32")
 
     def heal(self) -> None:
-        """Bring the link up again."""
+        """Bring the host's link up again."""
         _ip("-n", self._network, "link", "set", f"to-{self.name[-6:]}", "up")
 
     def lose(self, percent: int) -> None:
-        """Drop so many of a hundred packets that come here, at random. Needs nft."""
+        """Drop `percent` percent of this host's incoming packets at random. Needs nft."""
         rules = (
             "add table inet lossy",
             "add chain inet lossy input { type filter hook input priority 0; }",
@@ -106,7 +107,7 @@ class Host:
         )
 
     def num_dropped(self) -> int:
-        """Return how many packets were dropped since `lose`."""
+        """Return the number of packets dropped since `lose` was called."""
         listed = subprocess.run(
             self.command("nft", "list", "table", "inet", "lossy"),
             check=True, capture_output=True, text=True, timeout=60,
@@ -114,7 +115,7 @@ class Host:
         return int(listed.stdout.partition("counter packets ")[2].split()[0])
 
     def sockets(self) -> list[str]:
-        """Return this host's sockets that some process still has (the kernel keeps others)."""
+        """Return this host's sockets that are held by a process rather than only by the kernel."""
         script = "cat /proc/net/tcp /proc/net/tcp6; tail -n +2 /proc/net/unix"
         listed = subprocess.run(
             self.command("sh", "-c", script),
@@ -128,9 +129,9 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(count: int, *, wired: Collection[int] = ()) -> Iterator[list[Host]]:
-    """Make `count` hosts on one network, 10.77.x.1 and so on, and remove them at the end.
+    """Create `count` hosts on one network (10.77.x.1, 10.77.x.2, ...), and remove them on exit.
 
-    Those in `wired` hang on a `wire` that the test can slow down.
+    The hosts with an index in `wired` are connected by a `Wire`, which the test can slow down.
     """
     number = next(_numbers)
     network = f"ech{os.getpid()}net{number}"
@@ -172,16 +173,17 @@ def hosts(count: int, *, wired: Collection[int] = ()) -> Iterator[list[Host]]:
 def run_on(
     machines: Sequence[Host], *argv: str, ranks_per_host: int = 2, timeout_s: float = 120.0
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run one command on every host, `ranks_per_host` times, as the ranks of one world.
+    """Run one command `ranks_per_host` times on every host, as the ranks of one world.
 
-    They meet on the first host, and nothing of them runs on when this returns. A rank may end in
-    any way: its exit code is the caller's to assert. `run_text_on` starts a Python program sooner.
+    The rendezvous is on the first host. All ranks have exited when this function returns. A failed
+    rank does not raise an error; the caller must check the exit codes. `run_text_on` starts Python
+    programs faster.
 
     Returns:
-        By rank: how it ended, and what it wrote.
+        The exit code and the output of each rank, in rank order.
 
     Raises:
-        subprocess.TimeoutExpired: a rank ran on.
+        subprocess.TimeoutExpired: a rank did not exit within `timeout_s`.
     """
     placed = [(host, place) for host in machines for place in range(ranks_per_host)]
     env = {**os.environ, **_world(machines, ranks_per_host)}
@@ -212,9 +214,9 @@ def run_text_on(
     ranks_per_host: int = 2,
     timeout_s: float = 120.0,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run the text of a Python program on every host, as `run_on` does `python -c`.
+    """Run a Python program on every host, like `run_on` with `python -c`.
 
-    Its processes have torch loaded: four start in less than a second.
+    The processes have torch preloaded; four of them start in less than a second.
     """
     return run_programs(
         [host.name for host in machines for _ in range(ranks_per_host)],
@@ -226,7 +228,7 @@ def run_text_on(
 
 
 def _world(machines: Sequence[Host], ranks_per_host: int) -> dict[str, str]:
-    """Return the variables that all ranks have in common; the first rank's process is the store."""
+    """Return the environment variables that all ranks share; the first rank hosts the store."""
     return {
         "WORLD_SIZE": str(len(machines) * ranks_per_host),
         "LOCAL_WORLD_SIZE": str(ranks_per_host),

@@ -1,7 +1,7 @@
-"""A machine of its own: a command in fresh namespaces, and what is left there when it has ended.
+"""Run a command in new namespaces, and report everything that it leaves behind.
 
-Whatever is found afterwards is the command's own: processes, files in memory, sockets. Needs root,
-unshare and ip.
+Nothing else runs in the namespaces, so all processes, shared-memory files and sockets that remain
+were created by the command. Needs root, unshare and ip.
 """
 
 from __future__ import annotations
@@ -68,10 +68,13 @@ def run_there(
     environ: Mapping[str, str] | None = None,
     patience_s: float = 30.0,
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run a command to its end; return it, and a line for everything that it left behind.
+    """Run a command; return the completed process, and one line for each item left behind.
 
     Args:
-        patience_s: how long a process that is about to end may still take.
+        argv: the command.
+        timeout_s: how long the command may take.
+        environ: variables to add to the command's environment.
+        patience_s: how long to wait for remaining processes to exit before reporting them.
     """
     with tempfile.NamedTemporaryFile("r") as found:
         done = subprocess.run(

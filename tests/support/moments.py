@@ -1,4 +1,4 @@
-"""Time and moments for tests on a busy machine, where a process may stand still for seconds."""
+"""Measure time and time actions on a busy machine, where a process may be paused for seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PATIENCE_S = 60.0
 
 
 class _Ticks(threading.Thread):
-    """Counts the short sleeps that it finds the time for."""
+    """A thread that counts its own short sleeps."""
 
     def __init__(self) -> None:
         super().__init__(name="ticks", daemon=True)
@@ -29,11 +29,11 @@ _ticks: list[_Ticks] = []
 
 
 def lived_s() -> float:
-    """Return the seconds since the first call for which this process could run.
+    """Return how long this process has been able to run since the first call, in seconds.
 
-    A process that is stopped, or gets no processor, lives through one tick at most. So a bound on
-    the difference of two calls shows a wait that should not be there wherever the machine is idle,
-    and holds on a machine that is not.
+    A pause, in which the process is stopped or not scheduled, counts as at most one tick. An upper
+    bound on the difference between two calls therefore detects an unwanted wait on an idle machine,
+    and does not fail on a busy machine.
     """
     if not _ticks:
         _ticks.append(_Ticks())
@@ -42,12 +42,12 @@ def lived_s() -> float:
 
 
 def once_inside(name: str, act: Callable[[], object], after_s: float = 0.2) -> threading.Thread:
-    """Call `act` in a thread of its own, once the main thread is inside a function of that name.
+    """Call `act` in a new thread, once the main thread is inside the function called `name`.
 
     Args:
-        name: of a function that the main thread is about to call.
-        act: what is called.
-        after_s: how long after the main thread was seen in there; it sleeps by then.
+        name: the name of a function that the main thread is about to call.
+        act: the function to call.
+        after_s: how long to wait after the main thread has entered the function, so that it blocks.
     """
     main = threading.main_thread().ident
     assert main is not None

@@ -1,8 +1,8 @@
-"""Ports of loopback that a test names before its own process listens there.
+"""Reserve loopback ports that a test must know before its server listens.
 
-A port that was merely free a moment ago is one that the system may hand out in the meantime, to any
-socket that binds port 0 or connects: the test's server then finds its address in use. So these
-ports lie outside of what the system hands out, and each belongs to one process of the tests.
+The kernel may assign a free port to any socket that binds port 0 or connects; the test's server
+would then fail with "address in use". The ports reserved here are therefore outside the kernel's
+ephemeral range, and each is reserved by one test process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _FIRST_PORT, _LAST_PORT = 10_000, 65_535
 
 
 def free_port() -> int:
-    """Return a port at which no other process listens or, by this function, is about to.
+    """Return a port on which no process listens and which no other test process has reserved.
 
-    It stays reserved while this process runs.
+    The port stays reserved until this process exits.
     """
     ports = sorted(_ports())
     dice = random.SystemRandom()  # tests seed the module's own generator
@@ -33,7 +33,10 @@ def _ports() -> set[int]:
 
 
 def _reserve(port: int) -> bool:
-    """Bind a name that stands for the port, until this process ends."""
+    """Reserve a port by binding an abstract socket name until this process exits.
+
+    Returns False if another process has reserved the port.
+    """
     name = socket.socket(socket.AF_UNIX)
     try:
         name.bind(f"\0echelon-tests-port-{port}")

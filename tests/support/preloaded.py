@@ -1,8 +1,8 @@
-"""What the ranks of tests find loaded: the fork server of `ranks.py` imports this module.
+"""Import the modules that the ranks of tests need, in the fork server of `ranks.py`.
 
-Each rank imports the module of its test, and with it pytest and the package's rooms, for 0.2 to
-0.4 s of processor time. Here that is paid once per test process. Nothing of it may start a thread:
-ranks are forked from the process that imports it.
+Each rank imports its test's module, which imports pytest and echelon's packages and would take 0.2
+to 0.4 s of CPU time. With this module, the cost is paid once per test process. None of the imports
+may start a thread, because ranks are forked from the process that imports this module.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Programs run as the ranks of hosts, in processes that have torch loaded already.
+"""Run programs as ranks on emulated hosts, in processes that have torch preloaded.
 
-A test that starts Python on a host pays seconds of processor time per rank for the imports alone.
-Here a rank is forked from the fork server of `ranks.py`, enters the host's network, and runs the
-text as a program of its own: as `__main__`, with the interpreter's exit behind it.
+Starting Python on a host costs each rank seconds of CPU time for the imports alone. Here, each rank
+is forked from the fork server of `ranks.py`, enters the host's network namespace, and runs the
+program's text as `__main__`, followed by the interpreter's exit handlers.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ def run_programs(
     environ: Mapping[str, str],
     timeout_s: float = 120.0,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run one program as a rank in each network namespace, by rank; None is the test's own.
+    """Run one program as one rank per network namespace.
 
-    A rank may end in any way: its exit code is the caller's to assert. Nothing of them runs on when
-    this returns.
+    All ranks have exited when this function returns. A failed rank does not raise an error; the
+    caller must check the exit codes.
 
     Args:
-        text: of the program.
-        args: what it finds in `sys.argv[1:]`.
-        environ: added to every rank's environment, beside `RANK` and `LOCAL_RANK`; its
-            `LOCAL_WORLD_SIZE` neighbours share a host.
+        namespaces: the namespace of each rank, in rank order; None means the test's own namespace.
+        text: the text of the program.
+        args: the program's arguments, `sys.argv[1:]`.
+        environ: variables to add to every rank's environment, in addition to `RANK` and
+            `LOCAL_RANK`. Each group of `LOCAL_WORLD_SIZE` consecutive ranks shares a host.
+        timeout_s: how long the ranks may take.
 
     Returns:
-        By rank: how it ended, and what it wrote.
+        The exit code and the output of each rank, in rank order.
 
     Raises:
-        subprocess.TimeoutExpired: a rank ran on.
+        subprocess.TimeoutExpired: a rank did not exit within `timeout_s`.
     """
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +81,7 @@ def _started(
     args: Sequence[str],
     environ: Mapping[str, str],
 ) -> Iterator[list[Any]]:
-    """Start the ranks; end, at last, those that run on, with all that they started."""
+    """Start the ranks; on exit, kill the remaining ranks and all processes that they started."""
     ranks: list[Any] = []
     num_local = int(environ["LOCAL_WORLD_SIZE"])
     try:
@@ -132,7 +134,7 @@ def _main(
 
 
 def _enter(namespace: str) -> None:
-    """Move this process, which has one thread, into a network namespace."""
+    """Move this single-threaded process into a network namespace."""
     file = os.open(_NAMESPACES / namespace, os.O_RDONLY)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(file, _CLONE_NEWNET):
@@ -141,7 +143,7 @@ def _enter(namespace: str) -> None:
 
 
 def _run(text: str) -> int:
-    """Run a program's text as `__main__`; return the exit code."""
+    """Run a program's text as `__main__`; return its exit code."""
     program = types.ModuleType("__main__")
     sys.modules["__main__"] = program
     try:

@@ -1,13 +1,13 @@
-"""Run a function on N ranks in N fresh processes, and fail loudly if any of them misbehaves.
+"""Run a function on N ranks in N new processes, and raise an error if any rank fails.
 
 `run_ranks` returns the ranks' results only if every rank ended as expected: with exit code 0, or
-with the code that `exit_codes` names for a rank that a test breaks on purpose. Anything else raises
-`RanksFailedError` with a line per rank and each bad one's traceback, or its stacks if it hung.
+with the code in `exit_codes` for a rank that the test breaks on purpose. Otherwise, it raises
+`RanksFailedError` with one line per rank, and with the traceback of each failed rank or the stacks
+of each hung rank.
 
-Processes come from a fork server that has the heavy modules loaded; it ends with the test's own
-process, however that ends, and takes the ranks along. Two clocks, on purpose: starting depends on
-the machine's load and has a generous limit of its own; `timeout_s` begins when all ranks stand
-ready.
+The ranks are forked from a fork server that has the large modules preloaded. When the test process
+ends for any reason, the fork server and the ranks end too. Starting depends on the machine's load
+and has its own generous limit; `timeout_s` begins only when all ranks are ready.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _context.set_forkserver_preload(["tests.support.preloaded"])
 
 
 class RanksFailedError(AssertionError):
-    """Some rank did not end as the test expected."""
+    """Raised when a rank did not end as the test expected."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,16 @@ def run_ranks(
     ranks: list[int] | None = None,
     store_port: int | None = None,
 ) -> list[Any]:
-    """Call `fn(rank, world_size, *args)` on each rank, with a store server to meet at.
+    """Call `fn(rank, world_size, *args)` on each rank, with a store server for the rendezvous.
 
     Args:
-        exit_codes: per rank that is broken on purpose, the code it must end with.
-        environ: added to every rank's environment.
-        ranks: start only these (the others never come).
-        store_port: meet there; None: at a server that this call starts and ends.
+        exit_codes: the expected exit code of each rank that the test breaks on purpose.
+        environ: variables to add to every rank's environment.
+        ranks: the ranks to start; the others never join. None means all ranks.
+        store_port: the port of the store server; None means a server that lives during this call.
 
     Returns:
-        Results by position in `ranks`; None for a rank that was expected to break.
+        The results in the order of `ranks`; None for a rank that was expected to break.
     """
     chosen = list(range(world_size)) if ranks is None else ranks
     expected = {rank: (exit_codes or {}).get(rank, 0) for rank in chosen}
@@ -163,7 +163,10 @@ def _wait_until_ready(gates: dict[int, Any]) -> None:
 def _wait_until_ended(
     processes: dict[int, Any], expected: dict[int, int], timeout_s: float
 ) -> list[int]:
-    """Return the ranks still running, at the deadline or right after an unexpected end."""
+    """Wait for the ranks to end; return those still running at the deadline.
+
+    If a rank ends unexpectedly, the deadline is at most 3 s later.
+    """
     deadline = time.monotonic() + timeout_s
     running = dict(processes)
     while running and time.monotonic() < deadline:
@@ -250,10 +253,11 @@ def _main(
 
 
 def _die_with_the_test() -> None:
-    """Have the kernel kill this rank when the fork server is gone, and let it go.
+    """Make the kernel kill this rank when the fork server exits, and do not keep the server alive.
 
-    A rank holds what keeps the server alive, as any process that it makes: the server would wait
-    for a rank that hangs, and the rank outlive a test that was killed.
+    A rank inherits the pipe that keeps the fork server alive, and passes it to its own children. If
+    the rank did not close the pipe, the server would wait for a hung rank, and the rank would
+    outlive a test that was killed.
     """
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     parent = os.getppid()
@@ -266,7 +270,7 @@ def _die_with_the_test() -> None:
 
 
 def run_echelon(*argv: str, timeout_s: float = 600.0, **options: Any) -> Any:
-    """Run `python -m echelon ...` to its end; return the completed process with its texts."""
+    """Run `python -m echelon ...`; return the completed process with its output."""
     import subprocess
 
     options.setdefault("env", {**os.environ, "OMP_NUM_THREADS": "1"})
@@ -282,5 +286,5 @@ def run_echelon(*argv: str, timeout_s: float = 600.0, **options: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file."""
+    """Return the contents of a JSON file."""
     return json.loads(path.read_text())

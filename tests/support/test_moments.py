@@ -1,4 +1,4 @@
-"""The clock that counts only what this process could live through, and acts inside a call."""
+"""Test the clock that does not count pauses of the process, and actions during a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports that tests name in advance."""
+"""Test the reservation of ports."""
 
 from __future__ import annotations
 

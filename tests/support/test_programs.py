@@ -1,4 +1,4 @@
-"""Programs on hosts: however one ends is seen, and none outlives its test."""
+"""Test programs on hosts: every way to exit is reported, and no program outlives its test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness itself: a rank that breaks must never pass for a good one."""
+"""Test the harness itself: a failed rank must never be reported as successful."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_ranks_go_with_a_test_that_is_killed(tmp_path):
 
 
 def _runs(pid: str) -> bool:
-    """Return whether a process runs; one that nobody has waited for yet does not."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

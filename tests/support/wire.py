@@ -1,8 +1,8 @@
-"""A link that passes through this process: frames wait as long as the test says, or get lost.
+"""Emulate a link whose frames pass through this process, which delays or drops them.
 
-The kernel's own delay (netem) is missing on many machines. Two tap devices, one in each network
-namespace, are read and written by one thread; their frames are whole, since a tap has the kernel
-fill in checksums and cut large ones.
+Many machines lack the kernel's own delay (netem). One thread reads and writes two tap devices, one
+in each network namespace. The frames are complete: for a tap device, the kernel fills in checksums
+and splits large frames.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _DEVICE = Path("/dev/net/tun")
 
 
 def may_be_made() -> str:
-    """Return why no wire can be made here, "" if one can."""
+    """Return why a wire cannot be created on this machine, or "" if it can."""
     return "" if os.access(_DEVICE, os.R_OK | os.W_OK) else f"{_DEVICE} cannot be opened"
 
 
 class Wire:
-    """A wire between tap `near[1]` in namespace `near[0]` and `far` likewise.
+    """A wire between two tap devices, each given as (namespace, device name).
 
-    The owner may set at any time `delay_s` (each way) and `loss` (the share of frames that vanish,
-    chosen by a seeded generator). Frames keep their order.
+    The owner may set `delay_s` (per direction) and `loss` (the fraction of frames to drop, chosen
+    by a seeded generator) at any time. Frames keep their order.
     """
 
     def __init__(self, near: tuple[str, str], far: tuple[str, str]) -> None:
@@ -49,7 +49,7 @@ class Wire:
         self._thread.start()
 
     def close(self) -> None:
-        """Cut it, and remove both devices."""
+        """Disconnect the wire, and remove both devices."""
         os.close(self._stop_write)
         self._thread.join()
         for fd in (*self._ends, self._stop_read):
@@ -85,7 +85,10 @@ def _write(end: int, frame: bytes) -> None:
 
 
 def _open_tap(namespace: str, name: str) -> int:
-    """Make a tap in a namespace; a thread of its own goes there, and ends there."""
+    """Create a tap device in a namespace, using a temporary thread that enters the namespace.
+
+    Returns the device's file descriptor.
+    """
     opened: list[int] = []
     errors: list[OSError] = []
 

@@ -1,12 +1,13 @@
-"""Write the tables of docs/benchmarks from the kept results: `make bench-docs`.
+"""Write the tables of docs/benchmarks from the stored results: `make bench-docs`.
 
-    python -m tools.docs.bench                # puts each kept table into its place
-    python -m tools.docs.bench --transcribe   # keeps tables that were written by hand
+    python -m tools.docs.bench                # inserts each stored table into its page
+    python -m tools.docs.bench --transcribe   # stores tables that were written by hand
 
-`make check` finds pages that are stale.
+`make check` reports stale pages.
 
-A table's place in a page is between `<!-- NAME: benchmarks/results/PAGE/NAME.json -->` and `<!--
-end of NAME -->`. What stands around it is written by hand: why it was measured, and what it says.
+A table stands between `<!-- NAME: benchmarks/results/PAGE/NAME.json -->` and `<!-- end of NAME -->`
+in its page. The text around the table is written by hand; it explains why the table's numbers were
+measured and what they show.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def pages() -> list[Path]:
-    """Return the pages whose tables are kept."""
+    """Return the pages whose tables are stored as results."""
     return [page for page in sorted(PAGES.glob("*.md")) if page.stem not in OTHERS]
 
 
 def written(page: Path) -> str:
-    """Return a page with its tables as they are kept.
+    """Return a page's text with its stored tables inserted.
 
     Raises:
-        FileNotFoundError: the page has a place for a table that is not kept.
-        ValueError: a kept table is damaged.
+        FileNotFoundError: the page refers to a table that is not stored.
+        ValueError: a stored table is damaged.
     """
     text = page.read_text()
     tables = {}
@@ -49,7 +50,7 @@ def written(page: Path) -> str:
 
 
 def stale() -> list[str]:
-    """Return the pages whose tables are not what is kept, and the tables that no script writes."""
+    """Return one line for each page with a stale table, or with a table written by hand."""
     found = []
     for page in pages():
         text = page.read_text()
@@ -67,7 +68,7 @@ def stale() -> list[str]:
 
 
 def transcribe(page: Path) -> str:
-    """Keep the tables of a page that were written by hand; return the page with their places."""
+    """Store a page's hand-written tables as results; return the page with markers around them."""
     text = page.read_text()
     taken = set(blocks.names(text))
     parts, done = [], 0
@@ -87,7 +88,7 @@ def transcribe(page: Path) -> str:
 
 
 def _name(before: str, taken: set[str]) -> str:
-    """Name a table after the heading above it."""
+    """Return an unused name for a table, derived from the heading above it."""
     headings = _HEADING.findall(_FENCED.sub("", before))
     words = re.findall(r"[a-z0-9]+", headings[-1].lower()) if headings else ["table"]
     name = "-".join(words[:6])
@@ -96,7 +97,7 @@ def _name(before: str, taken: set[str]) -> str:
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Write all pages, after storing their hand-written tables if requested."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--transcribe", action="store_true", help="keep tables written by hand")
     options = parser.parse_args()

@@ -1,6 +1,7 @@
-"""Parts of a page that a script writes: between `<!-- NAME: ... -->` and `<!-- end of NAME -->`.
+"""Find and replace the generated parts of a page.
 
-The words after the colon tell a reader of the source which command writes the part.
+A generated part stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`. The text after the
+colon is for a reader of the source; it names the command that writes the part, or its data.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ _BLOCK = re.compile(
 
 
 def names(page: str) -> list[str]:
-    """Return the names of a page's written parts, in order."""
+    """Return the names of a page's generated parts, in order."""
     return [match["name"] for match in _BLOCK.finditer(page)]
 
 
 def spans(page: str) -> list[tuple[int, int]]:
-    """Return where the written parts begin and end."""
+    """Return the start and end positions of the generated parts."""
     return [match.span() for match in _BLOCK.finditer(page)]
 
 
 def replaced(page: str, parts: Mapping[str, str]) -> str:
-    """Return a page with the given parts in their places; parts of other names stay.
+    """Return a page with the given parts replaced, keyed by name; other parts are unchanged.
 
     Raises:
-        ValueError: the page has no place for a part.
+        ValueError: the page does not contain a part with one of the names.
     """
     missing = sorted(set(parts) - set(names(page)))
     if missing:

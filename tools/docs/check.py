@@ -1,10 +1,10 @@
 """Check that everything the documentation cites exists: links, paths, names, options, notes.
 
-    python -m tools.docs.check        # prints one line per fault, and exits with 1 if there is one
+    python -m tools.docs.check        # prints one line per fault; the exit code is 1 if any
 
-It starts nothing and needs no network, so `make check` runs it. `citations.py` defines what a page
-may cite and how that is recognized. Links are checked in every Markdown file that git tracks. Pages
-with generated parts must match the output of their script.
+The check does not execute anything that the pages show and does not need a network, so `make check`
+includes it. `citations.py` defines which citations are recognized. Links are checked in every
+Markdown file of the repository. Pages with generated parts must match the output of their scripts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def stale_pages() -> list[str]:
-    """Return which pages show something else than what scripts would write there."""
+    """Return one line for each page whose generated parts differ from the scripts' output."""
     found = bench.stale()
     page = incident.PAGE.read_text()
     if incident.written(page) != page:
@@ -46,7 +46,7 @@ def stale_pages() -> list[str]:
 
 
 def tracked_files(root: Path) -> frozenset[str]:
-    """Return the files of the repository that exist, without those that git ignores."""
+    """Return the existing files of the repository, except the files that git ignores."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=root,
@@ -58,7 +58,7 @@ def tracked_files(root: Path) -> frozenset[str]:
 
 
 def broken_links(root: Path, page: str, text: str, files: frozenset[str]) -> list[str]:
-    """Return the relative links of a page whose target does not exist."""
+    """Return one line for each relative link on a page whose target does not exist."""
     faults = [
         f"no heading #{match['anchor']}"
         for match in ANCHOR_LINK.finditer(prose(text))
@@ -78,7 +78,7 @@ def broken_links(root: Path, page: str, text: str, files: frozenset[str]) -> lis
 
 
 def normal(path: PurePosixPath) -> str:
-    """Return a path without `..`."""
+    """Return a path with all `..` components resolved."""
     parts: list[str] = []
     for part in path.parts:
         if part == ".." and parts:

@@ -1,8 +1,8 @@
-"""Citations in code type on a page, and whether they exist.
+"""Check that the citations in code type on a page exist.
 
-Recognized are paths from the repository's root, paths of source files below a package, dotted names
-below `echelon`, `make` targets, `ECHELON_` variables, options, and commands with their options.
-Anything else in code type is ignored, because it may belong to the user.
+A citation is a path from the repository's root, a path of a source file below a package, a dotted
+name below `echelon`, a `make` target, an `ECHELON_` variable, an option, or a command with its
+options. All other text in code type is ignored, because it may refer to the user's own code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SOURCES = (".py", ".c", ".h", ".sh", ".yaml", ".sbatch")
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that exists and may be cited."""
+    """The names and paths that exist and may be cited."""
 
     root: Path
     files: frozenset[str]
@@ -50,7 +50,7 @@ class Facts:
 
     @classmethod
     def collect(cls, root: Path, files: frozenset[str]) -> Facts:
-        """Read the sources once, and ask each command for its help."""
+        """Collect the facts from the sources and from each command's `--help` output."""
         words: set[str] = set()
         for file in files:
             if file.endswith(_SOURCES) and not file.startswith("tests/"):
@@ -147,7 +147,10 @@ def _missing_in_command(line: str, facts: Facts) -> Iterator[str]:
 
 
 def _lines(part: str, is_code: bool) -> Iterator[str]:
-    """Yield the code on a page: lines of blocks, with continuations joined, and inline code."""
+    """Yield the code in a part of a page: code lines, with continuations joined, and inline code.
+
+    `is_code` means that the part is a fenced code block.
+    """
     for line in part.replace("\\\n", " ").splitlines():
         if is_code or line.startswith("    "):
             yield re.split(r"\s{2,}#|\s#\s", line.strip())[0]
@@ -156,7 +159,7 @@ def _lines(part: str, is_code: bool) -> Iterator[str]:
 
 @functools.cache
 def exists(name: str, root: Path) -> bool:
-    """Return whether a dotted name is defined below `echelon`, judging by the source alone."""
+    """Return whether a dotted name below `echelon` is defined, without importing anything."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         base = root.joinpath(*parts[:end])

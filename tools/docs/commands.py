@@ -1,10 +1,10 @@
 """Run the commands of the how-to pages: `python -m tools.docs.commands FOLDER [PAGE ...]`.
 
-Each command of these pages is either in `RUN`, with the exit code that it must have, or in `LEFT`,
-with the reason why it cannot run on one machine without preparation. A command that is in neither
-is an error, so a new command in a page has to be classified. Commands run as they are written, in
-FOLDER, among the files that `prepare` makes: a small training script, a checkpoint, a config, the
-logs of other jobs. The time that each command took is printed.
+Each command of these pages is either in `RUN`, with its expected exit code, or in `LEFT`, with the
+reason why it cannot run on one machine without preparation. A command that is in neither table is
+an error, so new commands must be classified. Commands run exactly as written, in FOLDER, which
+contains the files that `prepare` creates: a small training script, a checkpoint, a config and the
+logs of other jobs. The duration of each command is printed.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def commands(page: str) -> Iterator[str]:
 
 
 def classified(command: str) -> tuple[int | None, str]:
-    """Return the exit code that a command must have; or None, and why it is not run.
+    """Return a command's expected exit code and "", or None and the reason that it is not run.
 
     Raises:
         LookupError: the command is in neither table.
@@ -132,7 +132,7 @@ def classified(command: str) -> tuple[int | None, str]:
 
 
 def prepare(folder: Path) -> None:
-    """Make the files that the commands use."""
+    """Create the files that the commands use."""
     (folder / "train.py").write_text(_TRAIN)
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
     config |= {"num_hidden_layers": 2, "vocab_size": 256, "intermediate_size": 128}
@@ -147,7 +147,7 @@ def prepare(folder: Path) -> None:
 
 
 def _write_logs(folder: Path) -> None:
-    """Write the logs of two ranks as torchrun and as srun keep them; rank 1 failed."""
+    """Write the logs of two ranks, of which rank 1 failed, in the layouts of torchrun and srun."""
     for rank, text in enumerate(("waiting\n", _FAILED)):
         logs = folder / "runs" / "torchrun-logs" / "attempt_0" / str(rank)
         logs.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""Draw the pictures of the explanations: `python -m tools.docs.drawings` writes docs/images/*.svg.
+"""Draw the diagrams of the docs: `python -m tools.docs.drawings` writes docs/images/*.svg.
 
-A drawing brings its own ground and follows the reader's preference for light or dark, so it can be
-read on any page. Text stays text: it can be searched, and scales with the page.
+A diagram has its own background and follows the reader's preference for light or dark mode, so it
+is legible on any page. Text is stored as text, so it is searchable and scales with the page.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Point = tuple[float, float]
 
 
 class Drawing:
-    """An SVG of boxes, arrows and texts, in the order in which they are put."""
+    """An SVG image of boxes, arrows and text; later elements cover earlier ones."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self._head = (
@@ -55,7 +55,7 @@ class Drawing:
         self._parts = [f'<rect class="ground" width="{width}" height="{height}" rx="8"/>']
 
     def box(self, at: Point, size: Point, *lines: str, kind: str = "box") -> None:
-        """Put a box with a title, and smaller lines below it."""
+        """Draw a box that contains a title, and smaller lines below the title."""
         (x, y), (width, height) = at, size
         self._parts.append(
             f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>'
@@ -66,13 +66,13 @@ class Drawing:
             self.text((x + width / 2, top + number * 17), line, style=style)
 
     def text(self, at: Point, line: str, *, style: str = "", anchor: str = "middle") -> None:
-        """Put a line of text."""
+        """Draw a line of text."""
         x, y = at
         place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"'
         self._parts.append(f'<text class="{style}" {place}>{escape(line)}</text>')
 
     def note(self, at: Point, *lines: str) -> None:
-        """Put small lines on a ground of their own, around `at`, over what is there."""
+        """Draw small lines of text on a background, centered at `at`, over earlier elements."""
         x, y = at
         width, height = 6.4 * max(map(len, lines)), 17 * len(lines) + 6
         place = f'x="{x - width / 2:g}" y="{y - height / 2:g}"'
@@ -81,13 +81,13 @@ class Drawing:
             self.text((x, y - height / 2 + 15 + 17 * number), line, style="small")
 
     def arrow(self, *points: Point, both: bool = False) -> None:
-        """Put an arrow along some points."""
+        """Draw an arrow through the given points; with `both`, it has two heads."""
         path = " L".join(f"{x:g} {y:g}" for x, y in points)
         start = ' marker-start="url(#head)"' if both else ""
         self._parts.append(f'<path class="line" d="M{path}" marker-end="url(#head)"{start}/>')
 
     def frame(self, at: Point, size: Point, title: str) -> None:
-        """Put a dashed frame around what stands on one host."""
+        """Draw a dashed frame around the elements of one host."""
         (x, y), (width, height) = at, size
         self._parts.append(
             f'<rect class="host" x="{x}" y="{y}" width="{width}" height="{height}" rx="10"/>'
@@ -95,13 +95,13 @@ class Drawing:
         self.text((x + 12, y + 20), title, style="small", anchor="start")
 
     def svg(self) -> str:
-        """Return the file's text."""
+        """Return the drawing as the text of an SVG file."""
         inside = [f"<style>{_STYLE}</style>", f"<defs>{_MARKER}</defs>", *self._parts]
         return "\n".join([self._head, *inside, "</svg>", ""])
 
 
 def architecture() -> Drawing:
-    """Draw a job: the launcher, its ranks, what they leave behind, and the verdict."""
+    """Draw a job: the launcher, its ranks, the files that they leave behind, and the verdict."""
     one = Drawing(960, 430, "The launcher starts ranks, reads their rings, and asks for a verdict")
     one.frame((20, 20), (640, 390), "one node")
     one.box((45, 60), (150, 64), "launcher", "echelon run: an agent")
@@ -139,7 +139,7 @@ def architecture() -> Drawing:
 
 
 def waits() -> Drawing:
-    """Draw who waits for whom in the incident of `how-a-verdict-is-found.md`."""
+    """Draw which rank waits for which in the incident of `how-a-verdict-is-found.md`."""
     one = Drawing(720, 220, "Ranks 0 and 1 wait for ranks 2 and 3, rank 2 waits for rank 3")
     one.box((30, 30), (140, 64), "rank 0", "in world #9", kind="plain")
     one.box((30, 126), (140, 64), "rank 1", "in world #9", kind="plain")
@@ -157,7 +157,7 @@ def waits() -> Drawing:
 
 
 def job() -> Drawing:
-    """Draw the life of a job that stalls, along time."""
+    """Draw the timeline of a job that stalls."""
     one = Drawing(960, 250, "A job's life: start, training, stall, collection, verdict, restart")
     steps = (
         ("start", ("one worker per", "rank, a store"), "plain"),
@@ -183,7 +183,7 @@ DRAWINGS = {"architecture": architecture, "job": job, "waits": waits}
 
 
 def main(images: Path = IMAGES, names: Sequence[str] = tuple(DRAWINGS)) -> None:
-    """Write the drawings."""
+    """Write the named drawings to the folder `images`."""
     for name in names:
         (images / f"{name}.svg").write_text(DRAWINGS[name]().svg())
 

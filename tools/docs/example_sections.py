@@ -1,6 +1,6 @@
-"""A griffe extension: the `Example:` sections of docstrings are shown as sessions, not as quotes.
+"""Extend griffe to show the `Example:` sections of docstrings as code rather than as quotations.
 
-Without it Markdown takes each `>>>` for three levels of quotation.
+Without the extension, Markdown interprets each `>>>` as three levels of quotation.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ _SECTION = re.compile(r"^Example:\n(?P<body>(?:[ ]{4}.*\n?|\n)+)", re.MULTILINE)
 
 
 class ExampleSections(griffe.Extension):
-    """Puts each Example into a fence of its own."""
+    """A griffe extension that puts each `Example:` section into a fenced code block."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite an object's docstring once it is loaded."""
+        """Rewrite a newly loaded object's docstring."""
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)
 
 
 def fenced(docstring: str) -> str:
-    """Return a docstring whose Examples are fenced code."""
+    """Return a docstring with its `Example:` sections as fenced code blocks."""
 
     def fence(match: re.Match[str]) -> str:
         body = match["body"].rstrip("\n")

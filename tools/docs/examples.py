@@ -1,7 +1,7 @@
-"""The `Example:` sections of the public names' docstrings, as programs that a test runs.
+"""Extract the `Example:` sections of the public names' docstrings, and run them as tests.
 
-An Example is written as a session (`>>> `). One that several ranks run says so in a comment: `# on
-each of 2 ranks`; what it prints must then be the same on each.
+An Example is written as an interactive session (`>>> `). If several ranks must run it, it contains
+a comment such as `# on each of 2 ranks`, and its output must be the same on each rank.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @dataclass(frozen=True)
 class Example:
-    """The Example of one public name; its text is "" where the docstring has none."""
+    """The Example of one public name; its text is "" if the docstring does not have an Example."""
 
     name: str  # as it is imported: echelon.dist.init
     text: str
 
     @property
     def module(self) -> str:
-        """The module whose public name it is."""
+        """The module that exports the name."""
         return self.name.rpartition(".")[0]
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks run it."""
+        """The number of ranks that run the Example."""
         found = _RANKS.search(self.text)
         return int(found[1]) if found else 1
 
 
 def examples() -> Iterator[Example]:
-    """Find the Example of every public class and function, each once."""
+    """Yield the Example of every public class and function once."""
     seen = set()
     for path in public_api.MODULES:
         module = importlib.import_module(path)
@@ -53,16 +53,16 @@ def examples() -> Iterator[Example]:
 
 
 def section(docstring: str) -> str:
-    """Return the text of a docstring's `Example:` section; "" if it has none."""
+    """Return the text of a docstring's `Example:` section, or "" without such a section."""
     found = _SECTION.search(docstring + "\n")
     return inspect.cleandoc(found[1]) + "\n" if found else ""
 
 
 def run(example: Example, names: dict[str, Any]) -> str:
-    """Run an Example with some names in place.
+    """Run an Example with the given global names.
 
     Returns:
-        What was not as the Example shows; "" if all was.
+        The differences between the actual and the shown output, or "" if they match.
     """
     test = doctest.DocTestParser().get_doctest(example.text, names, example.name, None, 0)
     if not test.examples:

@@ -1,10 +1,10 @@
 """Run a tutorial exactly as written: `python -m tools.docs.follow PAGE FOLDER`.
 
-The commands of a page are the lines after `$ ` in its `console` blocks, continued where a line ends
-in a backslash. They run in FOLDER, a
-checkout, in one shell per block title; different shells run concurrently. Verdicts and exit codes
-(the output of `echo $?`) on the page must match what the commands print. The rest of the output is
-an illustration, because it contains times and process ids.
+The commands of a page are the lines that start with `$ ` in its `console` blocks; a backslash at
+the end of a line continues the command. The commands run in FOLDER, a checkout, in one shell per
+block title; different shells run concurrently. Verdicts and exit codes (the output of `echo $?`) on
+the page must match the actual output. The rest of the output is not compared, because it contains
+times and process IDs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MARK = "-- end of command --"
 
 @dataclass
 class Step:
-    """One command of a page, and the lines of its output that must match."""
+    """One command of a page, and the lines that its output must contain."""
 
     command: str
     expected: list[str] = field(default_factory=list)
 
 
 def steps(page: str) -> dict[str, list[Step]]:
-    """Return the commands of each shell of a page, in the page's order."""
+    """Return a page's commands in order, keyed by shell."""
     shells: dict[str, list[Step]] = {}
     for block in _BLOCK.finditer(page):
         shell = shells.setdefault(block["shell"] or "shell", [])
@@ -48,7 +48,7 @@ def steps(page: str) -> dict[str, list[Step]]:
 
 
 def script(shell: list[Step]) -> str:
-    """Return the shell's commands as one script that marks where each one's output ends."""
+    """Return a shell's commands as one script that prints a mark after each command's output."""
     lines = []
     for step in shell:
         lines += [step.command, f"_code=$?; echo; echo '{_MARK}'; (exit $_code)"]
@@ -73,7 +73,7 @@ def follow(page: Path, folder: Path, timeout_s: float) -> list[str]:
     """Run a page's commands in a folder; return the differences from the page.
 
     Raises:
-        TimeoutExpired: a shell did not end within `timeout_s`; all shells have been killed.
+        TimeoutExpired: a shell did not exit within `timeout_s`; all shells have been killed.
     """
     shells = steps(page.read_text())
     running = {
@@ -106,7 +106,7 @@ def _normal(line: str) -> str:
 
 
 def main() -> int:
-    """Follow the page that the command line names; return the exit code."""
+    """Run the page given on the command line; return the exit code."""
     page, folder = Path(sys.argv[1]), Path(sys.argv[2])
     found = follow(page, folder, timeout_s=600)
     print("\n".join(found) or f"{page}: every command did what the page shows")

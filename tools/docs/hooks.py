@@ -1,8 +1,8 @@
-"""Hooks of `mkdocs build`: generated pages, and links that leave docs/.
+"""Provide the hooks of `mkdocs build`, which add generated pages and rewrite links out of docs/.
 
-Generated pages are never checked in, so they cannot go stale: the API's, one per package with an
-`__all__`, the commands' from their own `--help`, the top-level documents (ARCHITECTURE.md and
-others), and one page per source file that a page links to.
+Generated pages are never checked in, so they cannot become stale. They are the API reference (one
+page per package with an `__all__`), the reference of commands (from their `--help` output), the
+top-level documents such as ARCHITECTURE.md, and one page per source file to which a page links.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LANGUAGES = {".py": "python", ".h": "c", ".sh": "bash", ".yaml": "yaml", ".sbat
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the API's pages to the navigation."""
+    """Add the pages of the API reference to the navigation."""
     for section in config.nav or []:
         for entries in section.values():
             for entry in entries if isinstance(entries, list) else []:
@@ -42,7 +42,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages."""
+    """Add the generated pages to the site's files."""
     pages = {room.page: room.markdown() for room in reference.documented_packages(ROOT)}
     pages["reference/commands.md"] = reference.commands_page()
     for source, page in TOP_LEVEL.items():
@@ -56,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
-    """Convert links to sources outside docs/, and cited `docs/` pages, into links of the site."""
+    """Convert links to files outside docs/, and cited `docs/` pages, into links within the site."""
     folder = PurePosixPath(page.file.src_uri).parent
 
     def link(match: re.Match[str]) -> str:
@@ -77,7 +77,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> st
 
 
 def _with_links_from_docs(markdown: str, source: str) -> str:
-    """Rewrite a top-level document's links for a page of the same name in docs/."""
+    """Rewrite a top-level document's links as if its page were in docs/."""
     depth = "../" * (len(PurePosixPath(TOP_LEVEL[source]).parts) - 1)
 
     def link(match: re.Match[str]) -> str:
@@ -111,7 +111,10 @@ def _page_of(path: str) -> str:
 
 
 def _leaves_docs(folder: PurePosixPath, target: str) -> str | None:
-    """Return the path from the repository's root if a link of a page in `folder` leaves docs/."""
+    """Return a link's target, relative to the repository's root, if it is a file outside docs/.
+
+    `folder` is the folder of the linking page, relative to docs/.
+    """
     path = _normal(PurePosixPath("docs") / folder / target)
     return None if path.startswith("docs/") or not (ROOT / path).is_file() else path
 

@@ -1,9 +1,9 @@
 """Write the page that follows one incident from the rings to its verdict.
 
-    python -m tools.docs.incident record    # runs the page's program; keeps its incident
-    python -m tools.docs.incident write     # writes the page's tables from the kept incident
+    python -m tools.docs.incident record    # runs the page's program and stores its incident
+    python -m tools.docs.incident write     # writes the page's tables from the stored incident
 
-Whatever the analysis makes of the kept incident today is what the page shows: a test compares them.
+A test checks that the page shows the current analysis of the stored incident.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def program(page: str) -> str:
 
 
 def record() -> None:
-    """Run the program of the page until its verdict, and keep its incident."""
+    """Run the page's program until its verdict, and store its incident."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / PROGRAM).write_text(program(PAGE.read_text()))
         command = [Path(sys.executable).with_name("echelon"), "run", "--nproc-per-node"]
@@ -58,7 +58,7 @@ def record() -> None:
 
 
 def parts(picture: Picture) -> dict[str, str]:
-    """Return the parts of the page that come out of the analysis, by name."""
+    """Return the generated parts of the page, keyed by name."""
     return {
         "records": _fenced(_records(picture)),
         "waits": _fenced(_waits(picture)),
@@ -99,7 +99,7 @@ def _waits(picture: Picture) -> list[str]:
 
 
 def _tests(picture: Picture) -> str:
-    """Return each test of the one rank that waits for no rank, and what it answered."""
+    """Return a table of the tests applied to the only rank that waits for no rank."""
     (sink,) = picture.graph.sinks
     facts = picture.evidence.ranks[sink]
     lines = ["| test | purpose | here |", "|---|---|---|"]
@@ -135,12 +135,12 @@ def _first_sentence(test: object) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with what the analysis makes of the kept incident."""
+    """Return the page with the current analysis of the stored incident."""
     return replaced(page, parts(take_picture(load(INCIDENT))))
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Write the page, after recording a new incident if requested."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("action", choices=["record", "write"])
     if parser.parse_args().action == "record":

@@ -1,4 +1,4 @@
-"""Links in Markdown: their positions and targets, and the anchors of a page."""
+"""Find the links of a Markdown page, and the anchors to which links may point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEADING = re.compile(r"^#{1,6}\s+(?P<title>.*?)\s*#*$", re.MULTILINE)
 
 
 def split_fences(markdown: str) -> Iterator[tuple[str, bool]]:
-    """Split a page into its parts; the second value is whether a part is a fenced code block."""
+    """Yield the parts of a page, each with True if the part is a fenced code block."""
     part: list[str] = []
     fence = ""
     for line in markdown.splitlines(keepends=True):

@@ -24,7 +24,7 @@ def loaded_from_elsewhere(site: Path) -> list[str]:
 
 
 def main() -> int:
-    """Check the site given on the command line; return the exit code."""
+    """Check the site in the folder given on the command line; return the exit code."""
     faults = loaded_from_elsewhere(Path(sys.argv[1]))
     print("\n".join(faults) or "site: nothing is loaded from elsewhere")
     return 1 if faults else 0

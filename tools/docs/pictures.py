@@ -1,9 +1,9 @@
-"""Make the pictures of terminals and pages from real output: `make pictures`.
+"""Create pictures of a terminal and of a report from real output: `make pictures`.
 
-    python -m tools.docs.pictures    # the terminal's; the page's too, if Chromium is installed
+    python -m tools.docs.pictures    # the terminal; also the report, if Chromium is installed
 
-The commands run on the incident that the repository keeps, so the pictures show what everyone can
-ask for again. Terminals are dark on every page: their colors are those of the output.
+The commands run on an incident in the repository, so readers can reproduce the pictures. Terminals
+are dark on every page, because they use the colors of the output.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def on_a_terminal(command: tuple[str, ...]) -> str:
-    """Return what a command prints on a terminal, with its colors.
+    """Return a command's output on a terminal, including its colors.
 
     Raises:
-        ChildProcessError: it was ended by a signal.
+        ChildProcessError: the command was ended by a signal.
     """
     environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(_COLUMNS), "LINES": "60"}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
@@ -64,7 +64,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def terminal(title: str, output: str) -> str:
-    """Return an SVG of a terminal that shows a command and its output."""
+    """Return an SVG image of a terminal that shows a command and its output."""
     lines = [Text(f"$ {title}", style="bold"), *map(Text.from_ansi, output.rstrip().splitlines())]
     width = 2 * _MARGIN + _COLUMNS * _CHAR
     height = 2 * _MARGIN + len(lines) * _LINE
@@ -81,7 +81,7 @@ def terminal(title: str, output: str) -> str:
 
 
 def _spans(line: Text, y: float) -> list[str]:
-    """Return a line as texts of one style each."""
+    """Return a line as SVG elements, with one text element per style."""
     parts, console = [], Console()
     edges = sorted({0, len(line), *(edge for one in line.spans for edge in (one.start, one.end))})
     for start, end in itertools.pairwise(edges):
@@ -102,12 +102,12 @@ def _spans(line: Text, y: float) -> list[str]:
 
 
 def _color(color: Color | None) -> str:
-    """Return a color for SVG; "" for the terminal's own."""
+    """Return a color in SVG notation, or "" for the terminal's default color."""
     return "" if color is None or color.is_default else color.get_truecolor().hex
 
 
 def page(browser: str, image: Path) -> None:
-    """Take a picture of the incident's page."""
+    """Write a screenshot of the incident's HTML report to `image`."""
     with tempfile.TemporaryDirectory() as folder:
         html = Path(folder) / "page.html"
         analyze = Path(sys.executable).with_name("fr-analyze")
@@ -131,7 +131,7 @@ def page(browser: str, image: Path) -> None:
 
 
 def main() -> None:
-    """Make all pictures that this machine can make."""
+    """Create the terminal's picture and, if Chromium is installed, the report's picture."""
     (IMAGES / "verdict.svg").write_text(terminal(" ".join(COMMAND), on_a_terminal(COMMAND)))
     print("docs/images/verdict.svg")
     browser = next(filter(None, map(shutil.which, _BROWSERS)), None)

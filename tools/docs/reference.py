@@ -1,4 +1,4 @@
-"""The reference pages generated from the code: those of the API and of the commands."""
+"""Generate the reference pages of the API and of the commands from the code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Package:
         return f"reference/api/{self.module.removeprefix('echelon.')}.md"
 
     def markdown(self) -> str:
-        """Return the page: the package's description, and its public names in their own order."""
+        """Return the page's text: the package's description, and its public names in order."""
         lines = [f"# {self.module}", "", self.purpose, ""]
         for name, home in self.names:
             lines += [f"::: {home}", "    options:", f"      heading: {self.module}.{name}"]
@@ -82,23 +82,23 @@ class Package:
 
 
 def documented_packages(root: Path) -> list[Package]:
-    """Return the packages that have a page, judging by their source alone."""
+    """Return the packages that have a page, without importing them."""
     return [_package(root, module) for module in PACKAGES]
 
 
 def generated_pages(root: Path) -> list[str]:
-    """Return the paths below docs/ of the pages that exist only on the site."""
+    """Return the paths, relative to docs/, of the pages that exist only on the site."""
     api = [package.page for package in documented_packages(root)]
     return [*api, "reference/commands.md", *TOP_LEVEL.values()]
 
 
 def commands() -> list[tuple[str, ...]]:
-    """Return every command with a `--help` of its own."""
+    """Return every command that has its own `--help`."""
     return list(_INVOCATIONS)
 
 
 def help_of(command: tuple[str, ...]) -> str:
-    """Return what a command prints for `--help`, 96 columns wide.
+    """Return a command's `--help` output, 96 columns wide.
 
     Raises:
         AssertionError: the command's exit code was not 0.
@@ -122,7 +122,7 @@ def help_of(command: tuple[str, ...]) -> str:
 
 
 def commands_page() -> str:
-    """Return the page of commands, made of each one's `--help`."""
+    """Return the page of commands, which shows the `--help` output of each command."""
     lines = ["# Commands", "", "What each command prints for `--help`.", ""]
     for command in commands():
         lines += [f"## {' '.join(command)}", "", "```text", help_of(command).rstrip(), "```", ""]
@@ -143,7 +143,7 @@ def _package(root: Path, module: str) -> Package:
 
 
 def _as_markdown(docstring: str) -> str:
-    """Keep indented code in a docstring as code in Markdown, and make hand-drawn trees code."""
+    """Convert a docstring to Markdown: lines indented by 2 or 3 spaces also become code."""
     return re.sub(r"(?m)^(?=[ ]{2,3}\S)", "    ", docstring)
 
 

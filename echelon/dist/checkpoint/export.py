@@ -34,7 +34,7 @@ def export(
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ValueError: there is no entry `key`, or a safetensors file cannot hold all modules.
+        ValueError: the entry `key` does not exist, or a safetensors file cannot hold all modules.
 
     Example:
         >>> save("runs/gpt", {"model": model, "step": 7})
@@ -82,7 +82,10 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return one path per name under a prefix: the lowest rank's path if there are several."""
+    """Map each name under a prefix to its path, or to the lowest rank's path if it has several.
+
+    The names do not include the prefix.
+    """
     chosen: dict[str, tuple[int, str]] = {}
     for path in paths:
         if path.startswith(prefix):

@@ -43,8 +43,8 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
         state: a state with the structure of the saved state, or of a part of it.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, all checkpoints are damaged (the error
-            names a file), or another rank failed.
+        CheckpointError: no complete checkpoint exists, all checkpoints are damaged (the error names
+            a file), or another rank failed.
         ValueError: the checkpoint does not match the state.
         TypeError: `state` is not a dict of entries.
 
@@ -89,8 +89,8 @@ def load_source(
 
     Args:
         path: the path to show in errors and in the black box.
-        open_source: opens the source. Every rank calls it with the ranks that take part in the
-            load.
+        open_source: a function that opens the source. Every rank calls it with the ranks that take
+            part in the load.
         state: the state to fill.
 
     Raises:
@@ -107,7 +107,7 @@ def load_source(
 def _fill(
     open_source: Callable[[], Source], state: dict[str, Any], peers: Peers, doing: str
 ) -> None:
-    """Fill the state from a single source.
+    """Fill the state from one source. Collective.
 
     Raises:
         DamagedError: the data on disk is damaged. All ranks raise this error.
@@ -127,7 +127,7 @@ def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
     Values that contain tensors are omitted.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or its manifest is damaged.
+        CheckpointError: no complete checkpoint exists, or its manifest is damaged.
 
     Example:
         >>> save("runs/gpt", {"model": model, "step": 7})

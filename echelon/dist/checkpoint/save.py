@@ -55,9 +55,9 @@ def save(
 
     A state is a dict, possibly nested, of modules, optimizers, `RandomState`s, objects with
     `state_dict` and `load_state_dict`, tensors and plain values. Ranks that hold the same tensor
-    verify that their copies are equal, and then each write a share of it. Each rank writes its own
-    shards. Buffers, extra state and objects' states are saved once if they are equal on all ranks,
-    and otherwise once per rank. Plain values are taken from rank 0, and random states are saved for
+    verify that their copies are equal, and then split the writing. Each rank writes its own shards.
+    Buffers, extra state and objects' states are saved once if they are equal on all ranks, and
+    otherwise once per rank. Plain values are taken from rank 0, and random states are saved for
     each rank. An optimizer's parameters take their names from the modules in the same state.
 
     The previous checkpoint remains loadable until the new one is complete. Ranks wait for each
@@ -114,7 +114,7 @@ def begin(
     timeout_s: float | None,
     then: Callable[[], None] | None = None,
 ) -> PendingSave | None:
-    """Save like `save`, and call `then` on rank 0 once the version is committed.
+    """Perform `save`, and call `then` on rank 0 once the version is committed.
 
     Exceptions raised by `then` are ignored.
     """
@@ -186,7 +186,7 @@ def _require_shared(unfinished: Unfinished | RemoteUnfinished) -> None:
 
 @dataclass(kw_only=True)
 class _Job:
-    """One rank's part of a save."""
+    """One rank's work in a save."""
 
     unfinished: Unfinished | RemoteUnfinished
     contents: Contents
@@ -220,9 +220,9 @@ class _Job:
             raise
 
     def run_apart(self, deadline_s: float, is_unwanted: Callable[[], bool]) -> None:
-        """Write and commit the version without communicating; poll for other ranks' files instead.
+        """Write and commit the version, polling for the other ranks' files.
 
-        This leaves the group free for training in the meantime.
+        The ranks do not communicate, so the group remains available for training.
         """
         self.is_unwanted = is_unwanted
         try:
@@ -284,7 +284,7 @@ class _Job:
             time.sleep(_LOOK_S)
 
     def _require_ranks(self, is_there: Callable[[], bool]) -> None:
-        """Raise an error if this save needs a rank that was lost."""
+        """Raise an error if a rank was lost before it completed its part of this save."""
         gone = self.peers.gone()
         if not gone:
             return
@@ -320,7 +320,7 @@ class _Job:
 
 
 class _Announcements:
-    """What this rank has told the launcher: the committed save that began last."""
+    """The committed saves that this rank has announced to the launcher."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -15,19 +15,19 @@ CANCEL_S: Final = 2.0  # how long the server may take to answer a cancelled wait
 
 
 def take_check(channel: Channel, deadline: Deadline) -> bool:
-    """Read the answer to CHECK."""
+    """Read the answer to CHECK; return whether all keys exist."""
     return channel.take(1, deadline) == p.CHECK_PRESENT
 
 
 def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK and GET; return None if the key is missing."""
+    """Read the answers to CHECK and GET; return the value, or None if the key is missing."""
     is_there = channel.take(1, deadline) == p.CHECK_PRESENT
     value = channel.take_string(deadline)
     return value if is_there else None
 
 
 def take_if_still_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK, GET and CHECK; return None if the key is missing."""
+    """Read the answers to CHECK, GET and CHECK; return None if either CHECK finds no key."""
     value = take_if_present(channel, deadline)
     return value if take_check(channel, deadline) else None
 
@@ -42,12 +42,12 @@ def take_nothing(_: Channel, __: Deadline) -> None:
 
 
 def take_bool(channel: Channel, deadline: Deadline) -> bool:
-    """Read the answer to DELETE_KEY."""
+    """Read the answer to DELETE_KEY; return whether the key existed."""
     return bool(channel.take_int(deadline))
 
 
 def take_item(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answer to QUEUE_POP; return None if the queue was empty."""
+    """Read the answer to QUEUE_POP; return the item, or None if the queue was empty."""
     count = channel.take_int(deadline)
     return channel.take_string(deadline) if count > 0 else None
 

@@ -35,7 +35,7 @@ class Channel:
     """A connected socket that has passed the handshake.
 
     Attributes:
-        instance: random bytes that identify one run of echelon's server; b"" for torch's server.
+        instance: random bytes that change when echelon's server restarts; b"" for torch's server.
         num_unconfirmed: the number of commands sent since the last reply.
     """
 
@@ -73,7 +73,7 @@ class Channel:
         """Send and accept only sealed records from now on.
 
         Raises:
-            StoreConnectionError: unread bytes were received before the sealed stream.
+            StoreConnectionError: unsealed bytes were received after the handshake.
         """
         if self._at < len(self._buffer):
             raise StoreConnectionError("the server sent unsealed bytes after its proof")
@@ -94,12 +94,12 @@ class Channel:
         return self._socket.family, self._socket.getpeername()
 
     def interrupt(self) -> None:
-        """Fail all calls that are waiting on this channel. Thread-safe."""
+        """Make all calls that are blocked on this channel fail. Thread-safe."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def is_stale(self) -> bool:
-        """True once the server has closed the connection or sent unsolicited data."""
+        """Return True if the server has closed the connection or sent unsolicited data."""
         return bool(self._poller.poll(0)) or self._at < len(self._buffer)
 
     def send(self, data: bytes, deadline: Deadline) -> None:
@@ -130,7 +130,7 @@ class Channel:
         """Return the next `size` bytes of the reply.
 
         Raises:
-            TimeoutError: some of the bytes did not arrive in time; partial data is kept.
+            TimeoutError: not all bytes arrived in time; the received ones are kept for later calls.
             ConnectionError: the server closed the connection.
         """
         end = self._at + size
@@ -283,7 +283,7 @@ def _dial_one(family: int, address: tuple[Any, ...], timeout_s: float) -> socket
 
 
 def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
-    """Perform the handshake, which reveals the kind of server."""
+    """Perform the handshake, and determine whether the server is echelon's or torch's."""
     secret = place.secret
     opening = p.encode(p.VALIDATE, p.VALIDATE_MAGIC) + p.encode(p.PING, p.OUR_NONCE)
     channel.send(opening, deadline)

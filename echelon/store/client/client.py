@@ -1,10 +1,10 @@
 """Implement torch's Store API over a connection to echelon's server or to torch's.
 
-All calls block, are thread-safe and have a deadline. The handshake reveals the kind of server:
-`our_calls` implements the calls for echelon's server, and `torch_calls` implements the calls for
-torch's server. On echelon's server, every call takes one round trip.
+All calls block, are thread-safe and have a deadline. The handshake determines whether the server is
+echelon's or torch's. `our_calls` implements the calls for echelon's server, and `torch_calls` those
+for torch's server. On echelon's server, every call takes one round trip.
 
-If the connection breaks, reads and waits are repeated. All other calls (add, append, compare_set,
+If the connection breaks, reads and waits are retried. All other calls (add, append, compare_set,
 queue operations, rounds) fail with an error that reports the broken connection.
 """
 
@@ -42,11 +42,11 @@ class TCPStore(Store):
         host_name: the server's host name or address.
         port: the server's port; for a master, 0 means any free port.
         world_size: the expected number of clients; None if unknown.
-        is_master: whether to host the server in this process as well.
+        is_master: whether to also host the server in this process.
         timeout: the timeout for connecting, and for each call that does not specify its own.
         wait_for_workers: whether the master's constructor waits until `world_size` clients have
             joined.
-        multi_tenant: whether several masters in this process may share one server at the port.
+        multi_tenant: whether several masters in this process may share one server on one port.
         master_listen_fd: the descriptor of a listening socket for the master to take over.
         use_libuv: accepted for compatibility with torch; has no effect.
         observer: see `Store.observer`; by default, a job's worker records its waits in the black

@@ -24,11 +24,11 @@ _REFUSED_S = 1.0  # ... when its machine answers that nothing listens: the proce
 
 
 class Dialer:
-    """The part of a client that connects it to its server.
+    """The component of a client that connects to the server.
 
     Attributes:
-        place: the address of the server.
-        is_closed: whether the client was closed.
+        place: the server's address and the client's credentials.
+        is_closed: True once the client was closed.
     """
 
     def __init__(self, place: Place) -> None:

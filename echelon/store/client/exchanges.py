@@ -22,8 +22,8 @@ T = TypeVar("T")
 class Exchanges:
     """The exchanges over the connections of one client.
 
-    A call marked `can_repeat` is retried if its connection breaks, unless unanswered writes may
-    have been lost. No request is repeated more than twice.
+    A call marked `can_repeat` is retried if its connection breaks, unless unconfirmed writes may
+    have been lost. `ask` retries a request at most once, and `hold` at most twice.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -68,7 +68,7 @@ class Exchanges:
         raise AssertionError("this line should be unreachable")
 
     def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
-        """Send a request that gets no answer."""
+        """Send a request that has no answer."""
         name = show(key)
         pool = self._pool
         lock = pool.turn(operation, name, deadline)

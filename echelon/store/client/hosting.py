@@ -32,7 +32,7 @@ class Hosted:
         self._num_stores = 1
 
     def share(self) -> Hosted:
-        """Add a store that shares the server."""
+        """Count one more store that shares the server, and return this object."""
         self._num_stores += 1
         return self
 
@@ -62,7 +62,7 @@ _shared_lock = threading.RLock()
 def host(
     address: str, port: int, secret: bytes | None, multi_tenant: bool, listen_fd: int | None
 ) -> Hosted:
-    """Start a server, or share the one that this process is already hosting on the port."""
+    """Start a server; with `multi_tenant`, share the one already hosted on the port, if any."""
     shared = _share(port) if multi_tenant else None
     if shared is not None:
         return shared

@@ -1,11 +1,11 @@
 """Manage one connection to echelon's server, which all threads of a client share.
 
-A query and its answer carry the same tag, so answers may arrive in any order. There is no reader
-thread. Instead, one of the waiting callers reads the answers for all callers; once it has its own
+A query and its answer carry the same tag, so answers may arrive in any order. Instead of a separate
+reader thread, one of the waiting callers reads the answers for all callers. Once it has its own
 answer, another caller takes over.
 
-[Note: quiet writes] `set` and similar queries carry tag 0, and are answered only if they are
-refused. The server executes a connection's queries in order. Therefore the answer to a later query
+[Note: quiet writes] `set` and similar queries carry tag 0, and the server answers them only if it
+refuses them. The server executes a connection's queries in order, so the answer to a later query
 confirms all earlier writes.
 """
 
@@ -32,7 +32,7 @@ class Call:
         tag: the number of the query on its link.
         status: the status of the answer; None until the answer arrives.
         payload: the payload of the answer.
-        frames: for a watch, the frames that have not been taken yet.
+        frames: for a watch, the received frames that have not been consumed; otherwise None.
     """
 
     __slots__ = ("_num_quiet", "event", "frames", "payload", "status", "tag")
@@ -55,7 +55,7 @@ class Link:
     """A connection shared by all threads of a client. Thread-safe.
 
     Attributes:
-        problem: why the link can no longer be used; None if it is usable.
+        problem: the reason that the link can no longer be used; None if it is usable.
         refusal: the reason that the server gave for closing the connection or refusing a quiet
             write.
     """
@@ -87,7 +87,7 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """True once every request has been answered."""
+        """True if no request is waiting for an answer."""
         return not self._calls
 
     def start(self, query: int, body: bytes, deadline: Deadline, *, is_watch: bool = False) -> Call:
@@ -236,7 +236,7 @@ class Link:
             call.event.set()
 
     def drain(self) -> None:
-        """Process any refusals, events or end of stream that have already arrived."""
+        """Process refusals, events and the end of the stream if they have already arrived."""
         if not self._reading.acquire(blocking=False):
             return
         try:

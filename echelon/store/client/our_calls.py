@@ -1,4 +1,4 @@
-"""Implement the Store API on echelon's server."""
+"""Implement the Store API for echelon's server."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class OurCalls(Store):
         return self.add_wire(b"/" + key, amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a counter, given its key in wire form; `key` is the readable name for errors."""
+        """Add to the counter whose encoded key is `wire`; `key` is the name used in errors."""
         return p.unpack_i64(self._sure("add", key, p.ACK_ADD, _body(wire, amount)))
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -310,7 +310,7 @@ class _PushedWatch(Watch):
 
 
 class _Leases:
-    """The presence entries of one client. A background thread renews their leases."""
+    """The presences of one client. A background thread renews their leases."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

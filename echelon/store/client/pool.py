@@ -39,7 +39,7 @@ class Pool:
         keep_from_children(self)
 
     def descriptors(self) -> list[int]:
-        """Return the sockets that a forked child must close."""
+        """Return the file descriptors of all sockets, which a forked child must release."""
         channels = (*self._taken, *self._idle, self._main)
         return [channel.descriptor for channel in channels if channel is not None]
 
@@ -82,7 +82,10 @@ class Pool:
         return self._main
 
     def take_away(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Reserve the main connection, which must be idle, for a blocking call."""
+        """Take the main connection out of the pool for a blocking call, and return it.
+
+        Blocks until the connection is idle and its earlier writes are confirmed.
+        """
         lock = self.turn(operation, key, deadline)
         try:
             channel = self.main(operation, key, deadline)
@@ -147,7 +150,7 @@ class Pool:
         return self._dialer.lost(operation, key, why, num_unconfirmed)
 
     def _confirm(self, channel: Channel, operation: str, key: str, deadline: Deadline) -> None:
-        """Confirm that the server has received all data sent so far."""
+        """Send PING, and block until the answer confirms all earlier writes."""
         try:
             channel.send(p.encode(p.PING, 0), deadline)
             channel.take(4, deadline)

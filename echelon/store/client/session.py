@@ -26,12 +26,12 @@ CANCEL_S: Final = 2.0  # how long the server may take to answer a cancelled wait
 
 
 def show(key: bytes) -> str:
-    """Return a key as the user wrote it."""
+    """Return a key as text for error messages."""
     return key.decode("utf-8", "replace")
 
 
 class WaitCancelledError(Exception):
-    """A wait was cancelled at its deadline.
+    """Raised when the server cancels a wait at its deadline.
 
     Attributes:
         payload: the status of the barrier or gather, as reported by the server.
@@ -52,7 +52,7 @@ class Session:
         keep_from_children(self)
 
     def descriptors(self) -> list[int]:
-        """Return the socket that a forked child must close."""
+        """Return the file descriptor of the link's socket, which a forked child must release."""
         link = self._link
         return [] if link is None else [link.channel.descriptor]
 
@@ -69,7 +69,8 @@ class Session:
         """Return the current link, replacing it if it no longer works.
 
         Raises:
-            StoreError: the store is closed, or belongs to another process.
+            StoreError: the store is closed or belongs to another process, or an earlier quiet write
+                was refused.
             StoreTimeoutError, StoreConnectionError: the server cannot be reached.
         """
         link = self._link

@@ -1,8 +1,8 @@
-"""Implement the Store API on torch's server.
+"""Implement the Store API for torch's server.
 
 Gathers are built from plain commands (see the note in `base`). If a connection breaks, reads and
-waits are repeated once. All other calls (add, append, compare_set, queue operations, rounds) fail
-with an error that reports the broken connection.
+waits are retried (see `Exchanges`). All other calls (add, append, compare_set, queue operations,
+rounds) fail with an error that reports the broken connection.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TorchCalls(Store):
         return self.add_wire(_wire(key), amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a counter, given its key in wire form; `key` is the readable name for errors."""
+        """Add to the counter whose encoded key is `wire`; `key` is the name used in errors."""
         return self._ask("add", key, p.encode(p.ADD, wire, amount), Channel.take_int)
 
     def _do_append(self, key: bytes, value: bytes) -> None:

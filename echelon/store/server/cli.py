@@ -8,8 +8,8 @@ A parent process may send commands through the pipe, one per line. `admit ADDRES
 clients from a trusted address. `publish KEY VALUE` stores a value; KEY and VALUE are single words.
 `post FOLDER VALUE` stores a value under the first of the keys FOLDER/0, FOLDER/1, ... that is free.
 `has KEY ...` makes the server print `has`, followed by a 1 for each key that exists and a 0 for
-each key that does not. `renew` drops all members and keys, after which the server prints `renew`.
-Any other line is ignored.
+each key that does not. `renew` makes the server disconnect all clients, drop all keys and print
+`renew`. Any other line is ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Implement torch's commands, with one small function per query byte.
+"""Implement torch's commands, with one function per query byte.
 
 Each function receives the connection and the fields of the message. torch's commands have no error
 replies. If a command cannot be executed, its function raises ValueError, and the connection is

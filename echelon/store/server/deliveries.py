@@ -33,7 +33,7 @@ class Deliveries:
         """Answer a waiter that was woken or has failed.
 
         Args:
-            gathered: the payload that all ranks of a gather share.
+            gathered: for a gather, the encoded values, which are the same for all ranks.
         """
         if not self._parked and not self._is_full:
             self._deliver(waiter, gathered)

@@ -1,8 +1,8 @@
 """Manage the state that all connections of a server share.
 
 All methods run on the server's event loop. The hub answers waits and pushes changes to watches. A
-separate thread looks up the owners of local torch clients in the kernel's tables. Once per second,
-the hub closes connections that have exceeded a time limit.
+separate thread looks up the users of local torch clients in the kernel's socket tables. Once per
+second, the hub closes connections that have exceeded a time limit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Hub:
         secret: the secret shared with all members; None for an open store.
         instance: random bytes that let a client detect a restarted server.
         executor: the C executor of plain commands; None without the C core.
-        turns: the schedule of busy peers.
+        turns: the queue of the peers' deferred work.
         leases: the presences.
         connections: all open connections.
         strangers: the open connections that are not members yet.
@@ -102,7 +102,7 @@ class Hub:
             self._num_in_session[session] += 1
 
     def leave(self, connection: Peer) -> None:
-        """Withdraw everything that belongs to a connection. Repeated calls have no effect."""
+        """Remove all state that belongs to a connection. Repeated calls have no effect."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -154,7 +154,7 @@ class Hub:
         self.publish(next(key for key in keys if not self.state.is_present(key)), value)
 
     def renew(self) -> None:
-        """Drop all members and keys, and choose a new instance ID."""
+        """Close all connections, drop all keys and choose a new instance ID."""
         for connection in list(self.connections):
             connection.close()
         self.state = StoreState(self.limits.num_keys)
@@ -236,7 +236,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Determine whether to admit a client that cannot prove that it knows the secret."""
+        """Check whether a client without the secret may join; pass the result to its `settle`."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)
@@ -252,7 +252,7 @@ class Hub:
                 self._asking = self.loop.create_task(self._ask_kernel())
 
     async def _ask_kernel(self) -> None:
-        """Look up the owners of all waiting loopback peers in the kernel's table."""
+        """Look up the users of all pending local peers in the kernel's socket tables."""
         try:
             while self._asked:
                 asked, self._asked = self._asked, {}
@@ -266,7 +266,7 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Disconnect peers that exceeded a time limit; release items reserved for silent peers."""
+        """Disconnect peers that exceeded a time limit; expire leases and reservations of items."""
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()

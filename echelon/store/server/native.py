@@ -22,7 +22,7 @@ Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
 class Receiver(Protocol):
     """A peer's `data_received`, implemented in C.
 
-    It executes plain commands itself and passes other data on.
+    It executes plain commands itself and passes all other data to `receive`.
 
     Attributes:
         is_plain: whether plain commands may be executed. The owner sets this attribute.

@@ -1,4 +1,4 @@
-"""Collect the replies to one packet of commands, then send the replies in one write."""
+"""Collect the replies to one packet of commands, and send them in one write."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Outbox:
         self.num_bytes += sum(map(len, pieces))
 
     def put_value(self, value: bytes) -> None:
-        """Add a string to the replies."""
+        """Add a value to the replies, encoded as its length followed by its bytes."""
         length = len(value)
         if length < _JOIN_BYTES:
             self._pieces.append(p.pack_u64(length) + value)

@@ -37,7 +37,7 @@ _LINGER_S = 2.0  # how long a closed connection's last replies may take
 
 
 class Standing(Enum):
-    """The stages through which a peer passes to become a member."""
+    """The stages of a connection, from its acceptance to its end."""
 
     NEW = "new"  # must say VALIDATE, then PING
     CHALLENGED = "challenged"  # ours; owes a proof of the secret
@@ -51,9 +51,9 @@ class Peer(asyncio.Protocol):
 
     Attributes:
         peer: "address:port" of the peer.
-        standing: how far the peer has progressed towards membership.
+        standing: the stage that the peer has reached.
         since: the loop's time at which the connection was accepted or an incomplete command began.
-        is_inside_command: whether the peer has sent only part of a command.
+        is_inside_command: True while the last command received is incomplete.
         transcript: the bytes of the handshake (see `trust.transcript`).
         partial_bytes: the number of bytes received so far for an incomplete command.
         session: the bytes that identify the client; b"" for torch's clients.
@@ -164,7 +164,7 @@ class Peer(asyncio.Protocol):
         self.hub.leave(self)
 
     def eof_received(self) -> bool:
-        """Withdraw everything that belongs to the peer, and close the connection."""
+        """Close the connection, which removes all state that belongs to the peer."""
         self.close()
         return False
 
@@ -199,7 +199,7 @@ class Peer(asyncio.Protocol):
             self._work_off()
 
     def data_received(self, data: bytes) -> None:
-        """Extract commands from the received bytes and execute them."""
+        """Parse the received bytes and execute the commands that they complete."""
         self._receive(data)
         receiver = self._receiver
         if receiver is not None:
@@ -246,7 +246,7 @@ class Peer(asyncio.Protocol):
             self.refuse(self._parser.violation)
 
     def _execute_plain(self, executor: Executor) -> bool:
-        """Execute the next plain commands without the parser; return whether there were any.
+        """Execute the next plain commands without the parser; return whether any were completed.
 
         A command that started in an earlier packet is completed first.
         """
@@ -271,17 +271,17 @@ class Peer(asyncio.Protocol):
 
     @property
     def _must_wait(self) -> bool:
-        """Return whether commands must not be executed at the moment."""
+        """True if received commands must be deferred."""
         return bool(self._backlog) or self._is_paused or self.standing is Standing.CLOSED
 
     @property
     def _is_flowing(self) -> bool:
-        """Return whether the peer is a member whose commands may be executed on arrival."""
+        """True if the peer is a member whose commands may be executed on arrival."""
         return self.standing is Standing.MEMBER and not self._must_wait
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether the peer may use the fast path for plain commands."""
+        """True if the peer may use the fast path for plain commands."""
         promised = self.state.promised_to
         return self._is_flowing and (not promised or self not in promised)
 
@@ -388,7 +388,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def put_off(self) -> None:
-        """Defer the next command so that other peers can run first."""
+        """Defer this peer's remaining commands until other peers have had a turn."""
         if self._is_busy:
             return
         self._is_busy = True

@@ -1,4 +1,4 @@
-"""Implement echelon's queries, with one small function per query byte.
+"""Implement echelon's queries, with one function per query byte.
 
 Each function receives the connection, the tag and the fields, and returns the payload of the
 answer. If a query cannot be executed, its function raises ValueError, and the answer contains the

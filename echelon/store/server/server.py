@@ -4,9 +4,9 @@ The constructor of `StoreServer` binds and listens, so the port is known immedia
 the event loop on a daemon thread, and `serve_forever()` runs it on the calling thread. The loop is
 uvloop's if uvloop is installed, else asyncio's.
 
-[Note: the server in a training process] The event loop needs the interpreter lock, so a server
-inside a busy rank is slow to answer. A job's own store should be hosted by the launcher or by
-`echelon store`. A rank should host a store only in tests and small jobs.
+[Note: the server in a training process] The event loop needs the GIL, so a server inside a busy
+rank responds slowly. A job's own store should be hosted by the launcher or by `echelon store`. A
+rank should host a store only in tests and small jobs.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class StoreServer:
         self._call(lambda hub: hub.post(wire, value.encode()))
 
     def hold(self, keys: Sequence[str]) -> list[bool]:
-        """Return which of the keys exist.
+        """Return whether each of the keys exists, in the order of `keys`.
 
         Raises:
             StoreError: the server is not running.
@@ -241,7 +241,7 @@ class StoreServer:
         return self._call_in_slices(in_one)
 
     def _call_in_slices(self, ask: Callable[[Hub], Generator[None, None, T]]) -> T:
-        """Run a generator on the loop, one step per turn, and return its result."""
+        """Run a generator on the loop, one step per iteration, and return its result."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def begin() -> None:
@@ -305,7 +305,7 @@ class StoreServer:
                 listener.close()
 
     def _begin(self, on_ready: Callable[[], None]) -> None:
-        """Report that the loop is running, or stop the loop if `stop_soon` has been called."""
+        """Call `on_ready`, or stop the loop if `stop_soon` has been called."""
         assert self._loop is not None
         self._is_serving = True
         if self._must_stop:

@@ -1,4 +1,4 @@
-"""Divide the event loop's time among the peers, in slices.
+"""Share the event loop's time among the peers, in time slices.
 
 A peer executes commands for at most one slice at a time. Its remaining work joins the end of a
 queue, so a flood of commands from one peer does not delay other peers.

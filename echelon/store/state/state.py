@@ -155,9 +155,10 @@ class StoreState:
         self._serve_queue(key)
 
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
-        """Take the oldest item from a queue; return the number of available items, and the item.
+        """Take the oldest free item of a queue; return the number of free items and the item.
 
-        Items promised to other owners are skipped (see the note in the module docstring).
+        The number includes the item taken, and is 0 if no item is free. Items promised to other
+        owners are not free (see the note in the module docstring).
         """
         if self.promised_to.get(owner) == key:
             self._drop_promise(owner)
@@ -395,7 +396,7 @@ class StoreState:
             self.delete(key)
 
     def forget(self, owner: Hashable) -> None:
-        """Withdraw everything that belongs to an owner that has left."""
+        """Remove all state that belongs to an owner that has left."""
         for waiter in self.waiters_of(owner):
             self.withdraw(waiter)
         self.release_promise(owner)

@@ -1,10 +1,10 @@
-"""Detect peers whose machines have vanished.
+"""Detect peers whose hosts have failed.
 
-The kernel closes the connections of a dead process, but a machine that loses power cannot close its
-connections. Therefore both ends send keepalive probes to an idle peer, and consider the peer dead
-after about half a minute of silence. The kernel sends no probes while data is unacknowledged, so
-the age of unacknowledged data is limited too. The limit may also disconnect a peer that has stopped
-reading.
+The kernel closes the connections of a dead process, but a host that loses power cannot close its
+connections. Therefore both endpoints send keepalive probes to an idle peer, and consider the peer
+dead after about half a minute of silence. The kernel does not send probes while data is
+unacknowledged, so the age of unacknowledged data is also limited. The limit may also disconnect a
+peer that has stopped reading.
 """
 
 from __future__ import annotations

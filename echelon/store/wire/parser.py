@@ -108,8 +108,8 @@ class Parser:
     Until the owner sets `admitted`, only small commands are allowed.
 
     Attributes:
-        violation: why the peer must be refused; None if it has followed the protocol.
-        extensions: whether the peer has announced itself as an echelon client.
+        violation: the reason for refusing the peer; None if it has followed the protocol.
+        extensions: True once the peer has announced itself as an echelon client.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -310,7 +310,7 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Pass the data from `position` on to the current command; return where reading stopped."""
+        """Feed data from `position` to the open command; return the position where it stopped."""
         while self._steps is not None:
             end = position + self._need
             if end > len(data):
@@ -380,7 +380,7 @@ class Parser:
             self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
-        """Return `length` after checking that this command may contain another such string."""
+        """Return `length` after checking that the command may contain a string of this length."""
         limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
         if length > limit:
             what = "key" if kind == "K" else "value"

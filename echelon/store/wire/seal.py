@@ -1,11 +1,11 @@
-"""Seal the stream after the handshake in records that only the two ends can create.
+"""Seal the stream after the handshake: only the two endpoints can create its records.
 
 [Note: why the stream is sealed] The handshake does not prove who sends the bytes that follow. A
 fake server could relay the proofs to the real server and then take over the client's connection.
-Therefore both ends derive one key per direction from the secret and the nonces. Every byte after
-the proof is sent in a record: a u32 length, a 16-byte keyed BLAKE2b hash of the record's number and
-data, and the data itself. A relay can then only forward the stream or cut it. Nothing is encrypted,
-so anyone who sees the traffic can read it.
+Therefore both endpoints derive one key per direction from the secret and the nonces. Every byte
+after the proof is sent in a record: a u32 length, a 16-byte keyed BLAKE2b hash of the record's
+number and data, and the data itself. A relay can then only forward or truncate the stream. Nothing
+is encrypted, so anyone who sees the traffic can read it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _mac(key: bytes, number: int, data: bytes) -> bytes:
 
 
 class Sealer:
-    """The sending end of one direction of a sealed stream."""
+    """The sender of one direction of a sealed stream."""
 
     __slots__ = ("_key", "_number")
 
@@ -65,7 +65,7 @@ class Sealer:
 
 
 class Opener:
-    """The receiving end of one direction of a sealed stream."""
+    """The receiver of one direction of a sealed stream."""
 
     __slots__ = ("_held", "_key", "_number")
 
@@ -83,7 +83,7 @@ class Opener:
         """Return the data of the records that have now been received in full.
 
         Raises:
-            StoreProtocolError: a record was not created by the other end, or is out of order.
+            StoreProtocolError: a record was not created by the peer, or is out of order.
         """
         if self._held:
             data = self._held + data

@@ -22,7 +22,7 @@ class StoreStatistics:
         num_watched_keys: the number of keys whose changes are pushed to a client.
         num_presences: the number of keys with a lease.
         num_refused: the number of connections closed so far because of a violation.
-        value_bytes: the total size of all values and items.
+        value_bytes: the total size of all values and queued items, in bytes.
         waiting: the number of waiters for each key.
         missing_ranks: for each open barrier or gather, the first 64 missing ranks; empty if an
             arrival did not specify a rank.

@@ -1,10 +1,10 @@
 """Authenticate peers by a shared secret, or by the user who owns a local peer's process.
 
-Server and client prove to each other that they know the secret. Each proof is an HMAC-SHA256 over
+Server and client prove to each other that they hold the secret. Each proof is an HMAC-SHA256 over
 fresh nonces from both sides; the server's proof comes first. The stream after the handshake is
 sealed (see `seal`).
 
-torch's clients cannot prove that they know the secret. They are admitted only over a loopback
+torch's clients cannot prove that they hold the secret. They are admitted only over a loopback
 connection from a process of the server's own user (see `host.tcp_table`).
 
 An attacker who receives the server's proof could use it to test guesses of the secret. Therefore
@@ -75,12 +75,12 @@ def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instanc
 
 
 def server_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof that the server knows the secret."""
+    """Return the proof that the server holds the secret."""
     return hmac.digest(secret, _SERVER + transcript, "sha256")
 
 
 def client_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof that the client knows the secret."""
+    """Return the proof that the client holds the secret."""
     return hmac.digest(secret, _CLIENT + transcript, "sha256")
 
 

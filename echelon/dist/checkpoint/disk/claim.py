@@ -26,7 +26,7 @@ _LOOK_S = 0.1
 
 
 class Claim:
-    """This process's exclusive right to use a folder, until `close`.
+    """An exclusive claim on a folder by this process, held until `close`.
 
     Raises:
         CheckpointError: another live process holds the folder.

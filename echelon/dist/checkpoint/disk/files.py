@@ -1,4 +1,4 @@
-"""Provide every file-system operation with which a save changes the disk.
+"""Provide all file-system operations by which a save changes the disk.
 
 All changes go through this module, so a test can make each of them fail.
 """

@@ -121,7 +121,7 @@ class Unfinished:
         return is_committed(self.final, self.token)
 
     def commit(self, world_size: int, keep: int) -> None:
-        """Make this the newest complete version, then remove all but the last `keep` versions.
+        """Make this the newest complete version, then remove all but the newest `keep` versions.
 
         Raises:
             CheckpointError: a part is missing, is truncated or comes from another save.
@@ -177,12 +177,12 @@ class Unfinished:
 def are_equal(
     parts: Sequence[Manifest], one: Range, other: Range, read: Callable[[str, int, int], bytes]
 ) -> bool:
-    """Return whether two ranks wrote equal values for the elements that both of them wrote.
+    """Return whether two ranks wrote equal bytes for the same elements of a tensor.
 
     Args:
-        parts: the ranks' parts of the manifest, keyed by rank.
+        parts: the ranks' parts of the manifest, indexed by rank.
         one: the range that the first rank wrote.
-        other: the range that the second rank wrote.
+        other: the range of the same length that the second rank wrote.
         read: a function that reads bytes from a rank's file, given the file's name, an offset and
             a length.
     """
@@ -232,7 +232,7 @@ def marked(root: Path) -> Sequence[Path]:
 
 
 def candidates(path: Path) -> Sequence[Path]:
-    """Return the versions to try to load, best first; just `path` if `path` is a version.
+    """Return the versions to try, in order of preference; only `path` if it is a version itself.
 
     In a folder with one checkpoint per step, the versions of the highest step come first.
 
@@ -260,7 +260,7 @@ def newest(path: Path) -> Path:
     """Return the newest complete version of a checkpoint, or `path` if it is a version itself.
 
     Raises:
-        CheckpointError: there is no complete version.
+        CheckpointError: no complete version exists.
     """
     return candidates(path)[0]
 
@@ -285,7 +285,7 @@ def read_manifest(version: Path) -> Manifest:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove the versions older than the last `keep` intact ones.
+    """Remove the versions that are older than the newest `keep` intact ones.
 
     A version counts as intact if its files have the right sizes.
     """
@@ -304,7 +304,7 @@ def _looks_whole(version: Path) -> bool:
 
 
 def problem_of(version: Path) -> str | None:
-    """Return why a committed version cannot be loaded, or None. Check only the file sizes."""
+    """Return why a committed version cannot be loaded, or None, without reading tensor data."""
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)
@@ -314,7 +314,7 @@ def problem_of(version: Path) -> str | None:
 
 
 def is_of_a_save(path: Path) -> bool:
-    """Return whether this entry of a checkpoint's folder was created by a save."""
+    """Return whether a save created this entry of a checkpoint's folder."""
     if _VERSION.fullmatch(path.name):
         return _is_own(path)
     return _HIDDEN.fullmatch(path.name) is not None and not path.is_symlink()
@@ -362,7 +362,7 @@ def _remove_uncommitted(version: Path) -> None:
 
 
 def _is_own(version: Path) -> bool:
-    """Return whether a numbered folder was written by a save."""
+    """Return whether a save created a numbered folder."""
     if version.is_symlink():
         return False
     names = _names(version)
@@ -400,7 +400,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Return the number in a version's name, or 0 if this is not a version's name."""
+    """Return the number of the version with this name, or 0 if it is not a version's name."""
     hidden = _HIDDEN.fullmatch(name)
     if hidden:
         return int(hidden["number"])

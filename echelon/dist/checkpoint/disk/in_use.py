@@ -19,7 +19,7 @@ _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 def hold(mark: Path) -> int:
-    """Mark a version as being read; return the handle to pass to `release`.
+    """Mark a version as being read; return the file descriptor to pass to `release`.
 
     Raises:
         DamagedError: the version is being removed or has been removed.

@@ -49,7 +49,8 @@ def dtype_bytes(dtype: str) -> int:
 class Range:
     """Elements of a tensor that are contiguous in a file, starting at byte `offset`.
 
-    The first elements are [start, start + length); `repeats` adds more ranges of that length.
+    The first elements are [start, start + length). `repeats` describes further groups of `length`
+    elements.
     """
 
     file: int
@@ -279,7 +280,7 @@ def _check_cover(path: str, tensor: StoredTensor) -> None:
 
 
 def _runs(tensor: StoredTensor) -> Iterable[tuple[int, int, int]]:
-    """Yield the start, length and file of each run of a tensor, in order."""
+    """Return the start, length and file of each contiguous range of a tensor, in order."""
     if not any(one.repeats for one in tensor.ranges):
         return ((one.start, one.length, one.file) for one in tensor.ranges)
     columns = [

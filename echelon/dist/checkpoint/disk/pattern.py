@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Ranges of `length` elements: the first begins at `start`, and `repeats` gives the others."""
+    """Ranges of `length` elements: the first starts at `start`; `repeats` describes the others."""
 
     start: int
     length: int
@@ -28,7 +28,7 @@ class Pattern:
 
     @property
     def num_runs(self) -> int:
-        """The number of runs in the pattern."""
+        """The number of ranges in the pattern."""
         return math.prod(count for count, _ in self.repeats)
 
     @property
@@ -42,7 +42,7 @@ class Pattern:
         return self.start + sum((count - 1) * step for count, step in self.repeats) + self.length
 
     def starts(self) -> Indices:
-        """Return the start of each run, in ascending order: [num_runs]."""
+        """Return the start of each range, in ascending order: [num_runs]."""
         starts = np.array([self.start], np.int64)
         for count, step in self.repeats:
             starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
@@ -92,7 +92,7 @@ def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern
 
 
 def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Describe a dim's indices as repeats: (count, distance) pairs, innermost first."""
+    """Return a dim's indices as repeats: (count, distance) pairs, innermost first."""
     edges = np.flatnonzero(np.diff(indices) != 1) + 1
     runs = np.split(indices, edges)
     distances = {int(d) for d in np.diff([run[0] for run in runs])}

@@ -37,7 +37,7 @@ class RankFileWriter:
         self._checksums: list[int] = []
 
     def append(self, held: Held) -> None:
-        """Write this rank's part of a tensor, which may consist of several consecutive pieces."""
+        """Write one piece of a tensor; call again for further pieces of the same tensor."""
         ranges: tuple[Range, ...] = ()
         if held.length:
             ranges = (

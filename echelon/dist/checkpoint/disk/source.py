@@ -1,4 +1,4 @@
-"""Provide the sources from which tensors are loaded."""
+"""Define the sources from which tensors are loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Source(Protocol):
         """Fill `out` with a tensor's elements, starting at element `start`.
 
         `out` is a 1-D tensor of the stored dtype. If `repeats` is given (see `Pattern`), several
-        runs are read into `out` one after another.
+        ranges are read into `out` one after another.
         """
         ...
 
@@ -50,7 +50,7 @@ class Version:
     """A complete version of a checkpoint.
 
     Raises:
-        CheckpointError: there is no version at `path`, or it is damaged.
+        CheckpointError: no version exists at `path`, or the version is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class Version:
 
 
 def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tensor]]:
-    """Yield the start of each run and the slice of `out` that receives the run."""
+    """Yield the start of each range, and the slice of `out` that receives its elements."""
     num_runs = math.prod(count for count, _ in repeats)
     pattern = Pattern(start, out.numel() // num_runs, repeats)
     for index, first in enumerate(pattern.starts().tolist()):
@@ -126,7 +126,7 @@ def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tenso
 
 
 def fill(source: Source, held: Held, path: str) -> None:
-    """Read this rank's part of the tensor stored under `path`.
+    """Fill `held` with its elements of the tensor stored under `path`.
 
     Raises:
         CheckpointError: the tensor cannot be read.

@@ -46,8 +46,9 @@ class _Others:
     """The saves that are being written on any rank.
 
     Attributes:
-        age_s: the age of the oldest one that was not overtaken, in seconds; None if there is none.
-        may_be_overtaken: whether it may be overtaken by another save of the same keeper.
+        age_s: the age, in seconds, of the oldest save that was not overtaken; None if all such
+            saves have ended.
+        may_be_overtaken: whether this keeper's next save may overtake that save.
     """
 
     age_s: float | None
@@ -61,18 +62,19 @@ class Keeper:
         folder: the folder, or the address of a folder in an object store. Each checkpoint is saved
             in a subfolder `step_<n>`. In an object store, a second job that uses the folder is not
             detected.
-        keep: how many of the most recent complete checkpoints to keep.
+        keep: the number of most recent complete checkpoints to keep.
         keep_every: also keep every checkpoint whose step is a multiple of this number.
         best: also keep the checkpoint with the "lowest" or "highest" score.
         make_room: whether to remove old checkpoints when the disk is full. The newest complete
             checkpoint and the best checkpoint are never removed.
         timeout_s: see `save`.
-        patience_s: how long to skip background saves while another one is being written, so that a
-            slow disk does not stall training. After that, the next save overtakes the one being
-            written, so that a single write that hangs does not stall training either: the overtaken
-            save is completed only if its write ends within `timeout_s` and before the program ends.
-            If both hang, the save after them waits. 0 means that every save waits for the one
-            before it.
+        patience_s: how long a background save may run before another save overtakes it. Until then,
+            further background saves are skipped, so that a slow disk does not stall training. After
+            that, the next save starts without waiting, so that a single write that hangs does not
+            stall training either. The overtaken save is completed only if its write ends within
+            `timeout_s` and before the program exits. Only one save at a time can be overtaken: if
+            the second write hangs as well, the next save waits. 0 means that every save waits for
+            the previous save.
 
     Raises:
         ValueError: a setting is not valid.
@@ -130,10 +132,10 @@ class Keeper:
     ) -> bool:
         """Save a state as `step`'s checkpoint, then remove old checkpoints. Collective.
 
-        The method first waits for any background save that is still running, but with `patience_s`
-        only until that save is `patience_s` old. With `async_op`, the new save is skipped instead
-        of waiting. If the save is skipped or the storage fails, rank 0 issues a warning and all
-        ranks return False.
+        If a background save is still running, this method first waits for it. If `patience_s` is
+        not 0, a save without `async_op` waits only until the running save is `patience_s` seconds
+        old, and a save with `async_op` is skipped until then. If the save is skipped or the storage
+        fails, rank 0 issues a warning and all ranks return False.
 
         Args:
             step: the number of finished steps.
@@ -145,7 +147,7 @@ class Keeper:
 
         Returns:
             True if the checkpoint is on disk or, with `async_op`, if the save was started. The
-                result is the same on all ranks.
+            result is the same on all ranks.
 
         Raises:
             TypeError, ValueError: the state cannot be saved, or `step` or `score` is not valid.
@@ -179,7 +181,7 @@ class Keeper:
     def wait(self) -> bool:
         """Wait for any background save; return whether everything is saved. Collective.
 
-        A save that was overtaken is not waited for, and does not count.
+        An overtaken save is neither awaited nor included in the result.
 
         Returns:
             False if the save failed. After a failure, rank 0 issues a warning.
@@ -219,7 +221,7 @@ class Keeper:
     def _is_skipped(self, step: int, peers: Peers, *, async_op: bool) -> bool:
         """Return whether to skip this save because another is still being written. Collective.
 
-        If the other save has been written for too long, let this save overtake it.
+        If the other save has been running for longer than `patience_s`, this save overtakes it.
         """
         if not async_op:
             pending.wait_until_old(self._patience_s)
@@ -240,8 +242,8 @@ class Keeper:
     def _look_at_others(self, peers: Peers) -> _Others:
         """Exchange the states of the saves that are still being written. Collective.
 
-        Every rank calls this at the same point, including one that has replaced a lost rank. Warn
-        if the save that was overtaken has failed.
+        Every rank must call this method at the same point, including a rank that has replaced a
+        lost rank. If the overtaken save has failed, rank 0 issues a warning.
         """
         is_foreign = pending.has_current() and not pending.is_current(self._pending)
         own = [pending.writing_s(), is_foreign, pending.has_overtaken()]
@@ -256,7 +258,7 @@ class Keeper:
         )
 
     def _report_overtaken(self, peers: Peers, told: Sequence[str | None]) -> None:
-        """Warn about the errors of an overtaken save on any rank. Collective."""
+        """Issue a warning on rank 0 if the overtaken save failed on any rank."""
         failed = [f"rank {rank} failed: {said}" for rank, said in enumerate(told) if said]
         if not failed:
             return
@@ -307,7 +309,7 @@ class Keeper:
     # ---- what fails ----
 
     def _settle(self, peers: Peers) -> bool:
-        """Wait for any background save; return whether it succeeded."""
+        """Wait for any background save; return whether it succeeded on all ranks. Collective."""
         step, self._in_background = self._in_background, None
         try:
             agree(peers, pending.finish(), f"{self.folder}: the save before")
@@ -333,7 +335,7 @@ class Keeper:
         return any(peers.all_gather(made))
 
     def _give_up_one(self, failed: int | None) -> bool:
-        """Remove one checkpoint other than `failed` to free space; return whether this worked."""
+        """Remove one checkpoint except `failed` to free space; return whether one was removed."""
         for step in rules.for_room(self._steps.look(), self.policy):
             if step != failed and not self._is_being_written(step) and self._remove(step):
                 place = self._steps.path(step)

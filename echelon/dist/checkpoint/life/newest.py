@@ -16,7 +16,7 @@ from echelon.dist.checkpoint.remote.store import Remote, place_of
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | str | None:
-    """Return the newest complete checkpoint in `folder`, or None if there is none. Collective.
+    """Return the newest complete checkpoint in `folder`, or None if none exists. Collective.
 
         if newest("runs/gpt") is not None:
             state = load("runs/gpt", state)     # the same one, or an older one if it is damaged

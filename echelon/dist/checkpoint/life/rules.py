@@ -41,7 +41,7 @@ class Policy:
     """The rules that decide which checkpoints to keep.
 
     Attributes:
-        keep: how many of the most recent complete checkpoints to keep.
+        keep: the number of most recent complete checkpoints to keep.
         keep_every: also keep every checkpoint whose step is a multiple of this number; None
             disables this rule.
         best: also keep the checkpoint with the "lowest" or "highest" score; None disables this
@@ -54,12 +54,12 @@ class Policy:
 
 
 def newest(found: Sequence[Found]) -> Found | None:
-    """Return the complete checkpoint with the highest step, or None if there is none."""
+    """Return the complete checkpoint with the highest step, or None if none is complete."""
     return max(_complete(found), key=lambda one: one.step, default=None)
 
 
 def best(found: Sequence[Found], which: Best) -> Found | None:
-    """Return the complete checkpoint with the best score, or None.
+    """Return the complete checkpoint with the best score, or None if none has a score.
 
     If several checkpoints have the best score, the earliest is returned.
     """

@@ -68,7 +68,7 @@ class SaveSchedule:
         return by_time or by_steps
 
     def _agreed(self, passed_s: float) -> bool:
-        """Return rank 0's decision."""
+        """Return rank 0's decision on whether a checkpoint is due by elapsed time. Collective."""
         assert self._every_s is not None
         if self._agreement is not None and self._agreement.is_closed:  # ranks are lost
             if runtime.is_between_worlds():

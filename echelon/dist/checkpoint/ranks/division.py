@@ -25,7 +25,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """The hashes that describe one rank's part of a tensor."""
+    """The hashes that describe the elements of a tensor that one rank holds."""
 
     path: int
     kind: int
@@ -33,7 +33,9 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Agree on the kind of each entry and on which entries each rank saves separately.
+    """Check that entries have the same kind on all ranks, and add the staged values. Collective.
+
+    Values that differ between ranks are stored once per rank.
 
     Raises:
         ValueError: an entry has a different kind on another rank.
@@ -53,7 +55,7 @@ def settle(peers: Peers, doing: str, contents: Contents) -> None:
 def divide(
     peers: Peers, doing: str, held: Sequence[Held], aliases: Mapping[str, str]
 ) -> list[Held]:
-    """Return the parts of this rank's tensors that this rank must write.
+    """Return the pieces of tensors that this rank must write. Collective.
 
     Raises:
         ValueError: several ranks hold different tensors under the same name.

@@ -173,7 +173,7 @@ def find(*, to_write: bool) -> Peers:
         to_write: whether the ranks intend to write, which requires a group.
 
     Raises:
-        ValueError: `to_write` is set and the job has several ranks, but there is no group.
+        ValueError: `to_write` is set and the job has several ranks, but no group exists.
     """
     try:
         return World(world())
@@ -192,7 +192,7 @@ def find(*, to_write: bool) -> Peers:
 
 
 def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result:
-    """Run a function on every rank; return its result, or raise an error if any rank failed.
+    """Run `action` on every rank; return this rank's result, or raise if any rank failed.
 
     Raises:
         CheckpointError: another rank failed. If this rank failed, its own error is raised.

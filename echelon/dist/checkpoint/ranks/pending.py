@@ -1,9 +1,9 @@
-"""Run saves in the background, one at a time and, beside it, one that was overtaken.
+"""Run background saves one at a time, in addition to at most one overtaken save.
 
 A write may hang while the storage still completes other writes. `overtake` therefore lets the next
-save begin beside the running one. The overtaken save is completed if its write ends within the
-save's timeout and before the program ends. Only one save can be overtaken at a time: if the next
-write hangs as well, the storage is at fault, and saves wait.
+save begin while the current save is still running. The overtaken save is completed if its write
+ends within the save's timeout and before the program exits. Only one save can be overtaken at a
+time: if the next write also hangs, the storage is at fault, and further saves wait.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PendingSave:
 
     @property
     def _age_s(self) -> float:
-        """How long ago the save began, in seconds."""
+        """The time since the save began, in seconds."""
         return time.monotonic() - self._started_s
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -83,7 +83,7 @@ class PendingSave:
 
     @property
     def _ends_s(self) -> float:
-        """How old the save is when `wait` stops waiting by default, in seconds."""
+        """The age, in seconds, at which `wait` gives up by default."""
         return self._timeout_s + _GRACE_S
 
     def _join(self, limit_s: float) -> None:
@@ -118,8 +118,8 @@ def start(path: str, write: Write, timeout_s: float) -> PendingSave:
     """Start a thread that saves by calling `write`.
 
     Args:
-        write: called with a deadline on the monotonic clock, and a function that returns whether to
-            stop because the program ends without this save.
+        write: a function that is called with a deadline on the monotonic clock, and with a function
+            that returns True once the save must stop because the program is exiting.
     """
     global _current
     _current = PendingSave(path, write, timeout_s)
@@ -132,20 +132,20 @@ def writing_s() -> float | None:
 
 
 def has_current() -> bool:
-    """Return whether a save was begun that has not been settled."""
+    """Return whether a save, not counting an overtaken save, has not been settled by `finish`."""
     return _current is not None
 
 
 def is_current(save: PendingSave | None) -> bool:
-    """Return whether a save is the one that was begun last and has not been settled."""
+    """Return whether `save` is the save to which `has_current` refers."""
     return save is not None and save is _current
 
 
 def overtake() -> Exception | None:
-    """Let the running save continue beside the next one; return its error if it has failed.
+    """Let the next save begin while the current save continues; return its error if it has failed.
 
-    No call waits for the save any longer. Its phase ends here, so that a later failure is not
-    attributed to it.
+    After this call, no other call waits for the overtaken save. Its phase ends now, so later
+    failures are not attributed to it.
     """
     global _current, _overtaken
     _overtaken, _current = _current, None
@@ -156,12 +156,12 @@ def overtake() -> Exception | None:
 
 
 def has_overtaken() -> bool:
-    """Return whether a save that was overtaken is still running."""
+    """Return whether an overtaken save is still running."""
     return _overtaken is not None and not _overtaken.done
 
 
 def overtaken_error() -> Exception | None:
-    """Return the error of the save that was overtaken, if it has failed. Returned only once."""
+    """Return the error of the overtaken save, if it has failed; the error is returned only once."""
     if _overtaken is None or not _overtaken.done:
         return None
     error, _overtaken._error = _overtaken._error, None
@@ -169,7 +169,7 @@ def overtaken_error() -> Exception | None:
 
 
 def wait_until_old(age_s: float) -> None:
-    """Wait until the running save began at least `age_s` ago, has ended or has timed out."""
+    """Wait until the running save has ended, has timed out or is at least `age_s` seconds old."""
     if _current is not None:
         _current._join(min(age_s, _current._ends_s) - _current._age_s)
 
@@ -201,7 +201,7 @@ def finish(*, must_end: bool = True) -> Exception | None:
 
 @runtime.before_shutdown
 def _finish_at_shutdown() -> None:
-    """Wait for the last save; raise its error if it failed."""
+    """Wait for the current save; raise its error if it failed."""
     error = finish()
     if error is not None:
         raise error

@@ -40,7 +40,7 @@ def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | 
 
 
 class _Reading:
-    """One rank's part in reading a version.
+    """One rank's work in a collective read of a version.
 
     Attributes:
         error: this rank's first error. After an error, the rank takes part in the exchanges without

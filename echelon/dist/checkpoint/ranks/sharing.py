@@ -1,4 +1,4 @@
-"""Arrange the data that several ranks need in contiguous runs of bytes, called lines.
+"""Arrange the data that several ranks need in contiguous byte sequences, called lines.
 
 Each line contains the tensors that one set of ranks needs. If the tensors are replicas of a whole
 model, the set contains all ranks. If they are replicas of a shard, the set contains only the ranks
@@ -25,7 +25,7 @@ Ranks = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """The part of a tensor that lies at positions `first` to `last` of a line."""
+    """The bytes of a tensor that are at positions `first` to `last` of a line."""
 
     held: Held
     path: str
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     last: int
 
     def elements(self) -> tuple[int, int]:
-        """Return the offset of the piece in this rank's part and its number of elements."""
+        """Return the piece's offset within the held elements and its length, both in elements."""
         size = self.dtype.itemsize
         return (self.first - self.begin) // size, (self.last - self.first) // size
 
@@ -45,7 +45,7 @@ class Line:
 
     Attributes:
         ranks: the ranks of the set, in ascending order.
-        items: the items that this rank needs, in the order of the line.
+        items: this rank's tensors to fill, each with its path, in the order of the line.
         num_bytes: the length of the line, with each tensor padded to `ALIGNMENT`.
     """
 
@@ -62,7 +62,7 @@ class Line:
             self.num_bytes += aligned(held.length * dtype.itemsize)
 
     def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        """Return the pieces that lie between two positions of the line."""
+        """Yield the pieces that lie between two positions of the line."""
         for (held, path), dtype, begin in zip(self.items, self._dtypes, self._begins, strict=True):
             if begin >= last:
                 return
@@ -77,7 +77,7 @@ class Lines(NamedTuple):
     Attributes:
         for_all: the line of all ranks, or None.
         for_some: the lines of smaller sets of ranks, sorted by their ranks.
-        has_some: whether such smaller sets exist anywhere in the job.
+        has_some: True if at least two ranks of the job, but not all, share a line.
     """
 
     for_all: Line | None

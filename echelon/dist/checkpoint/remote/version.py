@@ -108,7 +108,7 @@ class RemoteUnfinished:
         return COMMIT in self.path.sizes()
 
     def commit(self, world_size: int, keep: int) -> None:
-        """Make this the newest complete version, then remove all but the last `keep` versions.
+        """Make this the newest complete version, then remove all but the newest `keep` versions.
 
         Raises:
             CheckpointError: a part is missing, is truncated or comes from another save.
@@ -160,7 +160,7 @@ def marked(root: Remote) -> list[Remote]:
 
 
 def candidates(place: Remote) -> Sequence[Remote]:
-    """Return the versions to try to load, best first; just `place` if `place` is a version.
+    """Return the versions to try, in order of preference; only `place` if it is a version itself.
 
     Raises:
         CheckpointError: no version was found.
@@ -201,7 +201,7 @@ def read_manifest(version: Remote) -> Manifest:
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded, or None. Check only the object sizes."""
+    """Return why a committed version cannot be loaded, or None, without reading tensor data."""
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:
@@ -209,7 +209,7 @@ def problem_of(version: Remote) -> str | None:
 
 
 def prune(root: Remote, newest: Remote, keep: int) -> None:
-    """Remove incomplete saves, and versions older than the last `keep` intact ones."""
+    """Remove incomplete saves, and versions that are older than the newest `keep` intact ones."""
     whole = 0
     for version in reversed(versions(root)):
         if COMMIT in version.sizes() and whole < keep:
@@ -247,7 +247,7 @@ class RemoteVersion(Version):
     """A complete version in an object store.
 
     Raises:
-        CheckpointError: there is no version at `place`, or it is damaged.
+        CheckpointError: no version exists at `place`, or the version is damaged.
     """
 
     def __init__(self, place: Remote) -> None:

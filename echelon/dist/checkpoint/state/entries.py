@@ -30,7 +30,7 @@ def kind_of(value: Any) -> str:
 
 
 def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Return each entry's path, kind and value.
+    """Yield each entry's path, kind and value.
 
     Dicts that hold more than plain values are expanded. A pipeline is returned as a module that
     contains its stages.
@@ -78,7 +78,7 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers added."""
+    """Return a parameter's name without the components that wrappers added."""
     return _WRAPPERS.sub("", name)
 
 
@@ -107,7 +107,7 @@ def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
 def optimizer_names(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> Iterator[tuple[Tensor, str, int, int]]:
-    """Return an optimizer's parameters, each with its name, group and index within the group."""
+    """Yield an optimizer's parameters, each with its name, group and index within the group."""
     for group_index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             name = names.get(id(parameter), f"{group_index}.{position}")

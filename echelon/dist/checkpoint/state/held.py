@@ -1,4 +1,4 @@
-"""Describe the tensors, or parts of tensors, that this rank holds."""
+"""Describe the elements of tensors that this rank holds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
-    """Split the writing of replicas across the ranks that hold them; return the caller's part.
+    """Split the writing of replicas across the ranks that hold them; yield the caller's part.
 
     There are `count` replicas, and the caller holds replica `index`. All parts have about the same
     number of bytes. A tensor may be split across two parts, unless it has several ranges.
@@ -87,5 +87,5 @@ def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
 
 
 def _elements_before(num_bytes: int, size: int, length: int) -> int:
-    """Return how many of `length` elements begin before a given byte."""
+    """Return how many of `length` elements of `size` bytes begin before byte `num_bytes`."""
     return min(length, max(0, -(-num_bytes // size)))

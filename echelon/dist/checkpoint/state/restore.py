@@ -1,6 +1,6 @@
 """Restore a state from a source.
 
-The state is not changed until all its entries are known to match the source.
+The state is changed only after all its entries have been checked against the source.
 """
 
 from __future__ import annotations

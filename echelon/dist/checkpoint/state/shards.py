@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Local(NamedTuple):
-    """The part of a tensor that this rank holds.
+    """A piece of a tensor that this rank holds.
 
     Attributes:
         data: the elements held.
@@ -42,7 +42,7 @@ class Local(NamedTuple):
 
 
 def pieces(tensor: Tensor) -> list[Local]:
-    """Return this rank's part of a tensor, as pieces in ascending order.
+    """Return the pieces of a tensor that this rank holds, in ascending order.
 
     A sharded tensor-parallel slice may have several pieces; any other tensor has one piece.
 
