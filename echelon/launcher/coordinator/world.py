@@ -270,7 +270,7 @@ class World:
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
         """Store a node's latest report about its ranks."""
         if node not in self.members:
-            return  # that a rank loads the program shows no progress
+            return  # loading a program is not progress
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
         self._sights.pop(_folded(self.nodes[node].start), None)
