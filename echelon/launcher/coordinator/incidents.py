@@ -247,7 +247,7 @@ class Incidents:
         collection = self._collection
         assert collection is not None
         late = set(collection.waiting)
-        ended = {rank: one for rank, one in world.ended.items() if not one.is_new}
+        ended = world.ended
         ranks_lost = world.ranks_lost_first(collection.lost_earlier.ranks)
         if collection.is_survived:  # ranks that ended during the collection have their own incident
             ended = {rank: one for rank, one in ended.items() if rank in self._ended_before}
@@ -258,7 +258,7 @@ class Incidents:
                 world.size,
                 lambda rank: world.why_absent(rank, late),
                 ranks_lost,
-                ended.values(),
+                [one for one in ended.values() if not one.is_new],
                 evidence(self._report.decisions),
             )
         except OSError as err:

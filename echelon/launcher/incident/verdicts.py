@@ -145,7 +145,8 @@ class Verdicts:
     def _show(self, one: _Open, explanation: Explanation) -> None:
         incident = one.incident
         verdict: dict[str, Any] | None = explanation.verdict
-        victims = Victims.of(verdict, incident.ended, incident.lost_earlier)
+        ended = {rank: end for rank, end in incident.ended.items() if not end.is_new}
+        victims = Victims.of(verdict, ended, incident.lost_earlier)
         incident.verdict = verdict
         incident.root_cause = explanation.story
         incident.circumstances = explanation.circumstances

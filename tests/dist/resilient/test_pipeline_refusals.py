@@ -226,7 +226,7 @@ def test_a_module_is_not_a_pipeline():
     [
         (_divide, "does not support tensor parallelism: '0.weight' is divided"),
         (_expand, r"buffer '.*ones' is expanded and cannot be restored"),
-        (lambda layers: layers.to("meta"), "'0.weight' is on meta, where copies"),
+        (lambda layers: layers.to("meta"), "'0.weight' is on meta, but run_pipeline supports"),
     ],
 )
 def test_tensors_that_cannot_be_copied_are_refused(change, says):

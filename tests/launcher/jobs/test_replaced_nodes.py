@@ -258,7 +258,7 @@ def test_a_spare_that_is_killed_while_its_ranks_start_is_followed_by_another(tmp
             second.wait_for("committed 3 of 4")
             _kill_all(made[1])
             job.is_lost.touch()
-            spare.wait_for("starting 4 ranks; ranks 2-3 run on this node")
+            spare.wait_for("joining ranks that are already training; ranks 2-3 run on this node")
             _kill_all(made[2])
             other = job.start(3)
             codes = [node.end() for node in (first, other)]
