@@ -65,10 +65,10 @@ def _ticks_below(pid: int) -> int:
 
 
 def send(pid: int, start_ticks: int, number: int) -> bool:
-    """Send a signal to this very process, if it has a handler; return whether it was sent.
+    """Send a signal to a process that handles it; return whether the signal was sent.
 
-    Without a handler, the signal would kill the process. If the kernel supports pidfds, the signal
-    cannot reach another process that has reused the pid.
+    A process without a handler is left alone, because the signal would kill it. If the kernel
+    supports pidfds, the signal cannot reach another process that has reused the pid.
     """
     try:
         fd = os.pidfd_open(pid)

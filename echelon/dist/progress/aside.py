@@ -60,7 +60,8 @@ def _has_ended(aside: _Aside, check: Callable[[], None]) -> bool:
     """Wait briefly for a job, and return whether it has ended.
 
     Raises:
-        Exception: the job's exception or, if `check` raises one within the next 2 s, that one.
+        Exception: the exception that the job raised. If `check` raises an exception within 2 s
+            after the job has failed, that exception is raised instead.
     """
     try:
         return aside.wait(_LOOK_S)

@@ -1,9 +1,9 @@
 """Decide when a persistent stall ends the attempt under `--on-stall restart` or `replace`.
 
 The decision waits for the verdict. If the verdict's cause may be temporary, such as a slow rank or
-a broken link, the ranks get some time to make progress. If the job stalls again without having made
-progress, they get more time. If a checkpoint was already being written before the ranks began to
-wait for it, that time is deducted.
+a broken link, the ranks get a grace period to make progress. If the job stalls again without having
+made progress, the next grace period is longer. If the ranks are waiting for a checkpoint, the time
+for which it was written before they began to wait is deducted from the grace period.
 
 Under `replace`, hung ranks are killed if the attempt can continue without them (`HungRanks`).
 """

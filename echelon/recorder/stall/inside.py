@@ -137,7 +137,7 @@ def _numbers(dump: Path) -> list[int]:
 
 
 def _can_join(folder: Path, identity: Identity) -> bool:
-    """Return whether an incident is recent, of this attempt, and lacks this rank's dump."""
+    """Return whether an incident is recent, belongs to this attempt and lacks this rank's dump."""
     is_young = False
     if (folder / f"rank_{identity.rank}").exists():
         return False

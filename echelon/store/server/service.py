@@ -1,4 +1,4 @@
-"""Execute a member's messages in order."""
+"""Process a member's messages in order."""
 
 from __future__ import annotations
 

@@ -94,7 +94,9 @@ class SameBitsPipeline:
         check_optimizer(optimizer)
         check_model(pipe.module)
         if pipe.replicas is None:
-            raise ValueError('create the Pipeline with replicas=, such as mesh.group("dp")')
+            raise ValueError(
+                'the Pipeline has no replicas: pass replicas= to it, such as mesh.group("dp")'
+            )
         if pipe.num_ties or _num_shared(pipe.stages):
             raise ValueError(
                 "SameBitsPipeline does not support tied parameters: autograd adds the gradients of "

@@ -178,7 +178,7 @@ def test_a_pipeline_that_is_not_covered_is_refused():
     stages = [Stage(layer, index=place, num_stages=2) for place, layer in enumerate(layers)]
     settings = {"schedule": "interleaved_1f1b", "num_microbatches": 2, "loss_fn": nn.MSELoss()}
     optimizer = torch.optim.SGD([one for layer in layers for one in layer.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match=r"create the Pipeline with replicas="):
+    with pytest.raises(ValueError, match=r"the Pipeline has no replicas: pass replicas="):
         SameBitsPipeline(Pipeline(stages, **settings), optimizer, micro_batches=2)
     tied = Pipeline(stages, ties=[["0:weight", "1:weight"]], replicas=dist.world(), **settings)
     with pytest.raises(ValueError, match="does not support tied parameters"):

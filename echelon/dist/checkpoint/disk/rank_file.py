@@ -133,7 +133,7 @@ class RankFileReader:
             except OSError as error:
                 raise self._error(f"{error.strerror} at byte {offset}") from None
             if count == 0:
-                raise self._error(f"the file ends at byte {offset}")
+                raise self._error(f"the file is truncated: it ends at byte {offset}")
             offset, rest = offset + count, rest[count:]
 
     def _size_of(self, block: int) -> int:

@@ -81,7 +81,7 @@ class SafetensorsFile:
             count = os.preadv(self._descriptor, [target], offset)
             if count == 0:
                 raise CheckpointError(
-                    f"{self.path}: the file ends at byte {offset}", path=self.path
+                    f"{self.path}: the file is truncated: it ends at byte {offset}", path=self.path
                 )
             offset, target = offset + count, target[count:]
 

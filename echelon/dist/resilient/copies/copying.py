@@ -5,8 +5,8 @@ The thread reads that state during the forward and backward passes. `CopiedState
 thread before the optimizer writes, and before the step ends.
 
 The background thread stamps a copy only after the training thread has decided that the source is
-unchanged. torch counts a change only after it is made, so a change in progress would go unnoticed.
-The training thread therefore decides between two operations.
+unchanged. torch increments a tensor's version only after a write, so a write in progress would go
+unnoticed. The training thread therefore decides at a time when none of its operations is running.
 """
 
 from __future__ import annotations

@@ -329,11 +329,11 @@ def _place() -> list[Any]:
 
 
 def opened(keeper: int, address: Address) -> CopyMemory:
-    """Open a memory segment that another rank at this place keeps.
+    """Open a memory segment that another rank on this host owns.
 
     Raises:
         PeerLostError: the other rank has ended, or has closed the segment.
-        CollectiveError: the system denies access.
+        CollectiveError: the operating system denies access.
     """
     try:
         return CopyMemory.open(address)

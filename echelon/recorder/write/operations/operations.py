@@ -370,7 +370,7 @@ class Operations:
         return True
 
     def _keep(self, slot: int) -> bool:
-        """Copy a slot's operation to a place for kept operations; return whether that succeeded."""
+        """Copy a slot's operation to a slot for retained operations; return whether this worked."""
         if self._is_moving:
             return False
         self._is_moving = True

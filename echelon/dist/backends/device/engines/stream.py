@@ -345,7 +345,7 @@ class StreamEngine:
             time.sleep(_DRAIN_S)
 
     def _free(self, limit_s: float) -> None:
-        """Free all communicators concurrently, and wait for them until `limit_s` at the latest."""
+        """Free all communicators concurrently, and wait for them until the deadline `limit_s`."""
         owners: list[Handle | Lane] = [self._handle, *self._lanes.all()]
         for wait_s in (0.0, None):
             for one in owners:
