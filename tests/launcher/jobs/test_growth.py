@@ -17,7 +17,7 @@ _BITS = re.compile(r"bits (\w+) of (\d)$")
 
 # From step 3 on, the ranks wait in each step until `full` ranks have joined; with "go", the first
 # ranks wait in step 3 for a file. "2@start" kills rank 2's first process there, "2!start" lets rank
-# 2 exit, "2#start" lets it hang, and "2~start" lets it load for ever.
+# 2 exit, "2#start" lets it hang, and "2~start" lets it load indefinitely.
 _TRAINING = """
 import os, signal, sys, time
 from pathlib import Path
