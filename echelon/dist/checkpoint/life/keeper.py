@@ -181,7 +181,7 @@ class Keeper:
     def wait(self) -> bool:
         """Wait for any background save; return whether everything is saved. Collective.
 
-        An overtaken save is neither awaited nor included in the result.
+        An overtaken save is not waited for and does not affect the result.
 
         Returns:
             False if the save failed. After a failure, rank 0 issues a warning.

@@ -34,7 +34,7 @@ class Holding:
 
     @property
     def kind(self) -> str:
-        """The full tensor's dtype and shape, for messages."""
+        """The full tensor's dtype and shape, for error messages."""
         return f"{self.dtype}{list(self.shape)}"
 
 

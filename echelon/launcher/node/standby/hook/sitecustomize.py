@@ -224,7 +224,7 @@ def _spans_hosts() -> bool:
 
 
 def _changes_path(tree: ast.AST) -> bool:
-    """Return whether a script may change `sys.path` so that other modules are imported."""
+    """Return whether a script might change which modules `sys.path` leads to."""
     import ast
 
     found = [one for one in ast.walk(tree) if isinstance(one, (ast.Attribute, ast.ImportFrom))]
