@@ -69,7 +69,7 @@ class Lanes:
 
     @cached_property
     def first(self) -> npt.NDArray[np.int64]:
-        """The index of each member's first column, or num_columns if the member has none: [num_members]."""
+        """Each member's first column, or num_columns if the member has none: [num_members]."""
         present = self.rows >= 0
         none = self.rows.shape[1]
         return np.asarray(np.where(present.any(axis=1), present.argmax(axis=1), none), np.int64)
