@@ -62,7 +62,8 @@ def wait(step, world):
         print("trains", flush=True)
     limit_s = time.monotonic() + 300
     while "go" in ends and step == WAITS_AT and not GO.exists():
-        time.sleep(0.01)
+        with span("waits"):  # else a slow start of another process is a stall of this one
+            time.sleep(0.01)
     while step >= WAITS_AT and world.group.size < full and newest[0] <= world.epoch:
         assert time.monotonic() < limit_s, "no rank joins"
         with span("waits"):
