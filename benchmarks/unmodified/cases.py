@@ -55,7 +55,7 @@ Case = dict[str, Any]
 
 
 class NotReachedError(Exception):
-    """A job did not reach its fault in time, so there is no verdict to judge."""
+    """A job did not reach its fault in time, so its verdict cannot be judged."""
 
 
 def culprit_lines() -> dict[str, int]:

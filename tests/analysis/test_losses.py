@@ -158,7 +158,7 @@ def test_the_advice_names_the_log_of_the_rank_that_was_lost(tmp_path: Path, told
 
 
 def test_a_rank_that_hangs_after_a_node_was_lost_is_the_cause():
-    """There is no record of the lost node's rank, and no other rank waits for it."""
+    """The lost node's rank left no record, and no other rank waits for it."""
     job = _after_a_loss()
     job[0].all_reduce(group="world.1", ranks=(0, 2), inside=True)
     job[2].stands("train.py", 7, "augment")

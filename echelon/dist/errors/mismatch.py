@@ -1,7 +1,7 @@
 """Find the ranks that made a different call, by majority vote among a group's members.
 
 Every rank sees the same calls, so every rank raises the same error. The error names the minority
-or, if there is no majority, all ranks.
+or, without a majority, all ranks.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class FoundRank:
     @property
     def is_whole_world_here(self) -> bool:
         """True if the launcher started every rank of the world on this machine."""
-        if self.environ.get("ECHELON_ON_LOSS") == REPLACE:
+        if self.environ.get("ECHELON_ON_LOSS") == REPLACE and not _is_on_loopback(self.environ):
             return False  # ranks of a node that connected later may have joined
         local = self.environ.get("LOCAL_WORLD_SIZE", "")
         return local.isdigit() and int(local) >= self.world_size
@@ -142,10 +142,13 @@ def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
 
     The namespace distinguishes jobs that use the same loopback address.
     """
+    return (str(network_of(pid)),) if _is_on_loopback(environ) else ()
+
+
+def _is_on_loopback(environ: Mapping[str, str]) -> bool:
+    """Return whether all ranks of a process's job run on this machine, by its master address."""
     address = environ.get("MASTER_ADDR", "")
-    if address in ("localhost", "::1") or address.startswith("127."):
-        return (str(network_of(pid)),)
-    return ()
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def ranks_below(pid: int) -> Search:

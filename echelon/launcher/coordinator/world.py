@@ -125,11 +125,12 @@ class World:
     @property
     def members(self) -> list[str]:
         """The nodes that are not lost and have a rank that has been part of the world."""
-        return [
-            node
-            for node in self.present
-            if not self.nodes[node] or not all(map(self.is_new, self.nodes[node]))
-        ]
+        return [node for node in self.present if not self._is_late(node)]
+
+    def _is_late(self, node: str) -> bool:
+        """Return whether a node has only ranks that have yet to join."""
+        ranks = self.nodes[node]
+        return bool(ranks) and all(map(self.is_new, ranks))
 
     def is_new(self, rank: int) -> bool:
         """Return whether a rank of a late node has yet to join."""
@@ -261,15 +262,16 @@ class World:
         ranks = {r: one.epoch for r, one in self.ended.items() if one.epoch and r not in own}
         if is_stall:
             ranks = {**self.published, **ranks}
+        size = self.size
         return LostEarlier(
-            ranks={rank: epoch for rank, epoch in ranks.items() if rank < self.size},
+            ranks={rank: epoch for rank, epoch in ranks.items() if rank < size},
             since_mono_ns=max(since, default=0),
             since_there_ns=self.epochs_there.get(present, {}),
         )
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
         """Store a node's latest report about its ranks."""
-        if node not in self.members:
+        if self._is_late(node):
             return  # loading a program is not progress
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)

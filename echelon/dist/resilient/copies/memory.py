@@ -134,7 +134,7 @@ class CopyMemory:
 
     @property
     def stamp(self) -> Stamp | None:
-        """The stamp of the complete copy in this memory; None if there is no valid stamp."""
+        """The stamp of the complete copy in this memory; None if no stamp is valid."""
         return Stamp.unpack(os.pread(self._fd, len(_NONE), _TOKEN_BYTES))
 
     @property

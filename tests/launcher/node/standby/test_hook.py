@@ -255,6 +255,17 @@ def test_any_other_script_is_cleaned_up_after_and_keeps_its_code(standby, end):
     assert one.run() == one.plain()
 
 
+def test_a_hook_of_the_users_own_sitecustomize_chooses_the_exit_code(standby, tmp_path):
+    own = tmp_path / "site" / "sitecustomize.py"
+    own.parent.mkdir()
+    own.write_text(
+        "import sys\nbefore = sys.excepthook\n"
+        "def hook(*error):\n    before(*error)\n    sys.exit(7)\nsys.excepthook = hook\n"
+    )
+    one = standby("raise ValueError('bad')", modules=[], PYTHONPATH=str(own.parent))
+    assert one.run() == one.plain()
+
+
 def test_variables_of_startup_files_stay(standby, tmp_path):
     library = tmp_path / "site" / "sitecustomize.py"
     library.parent.mkdir()

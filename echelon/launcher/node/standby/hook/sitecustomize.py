@@ -402,13 +402,14 @@ def _note_uncaught() -> None:
 
 def _is_outermost(frame: FrameType | None) -> bool:
     """Return whether nothing but other hooks of echelon has called a hook."""
-    while frame is not None and _is_echelons(frame.f_globals.get("__name__")):
+    while frame is not None and _is_echelons(frame.f_globals):
         frame = frame.f_back
     return frame is None
 
 
-def _is_echelons(module: object) -> bool:
-    return module in (__name__, "echelon") or str(module).startswith("echelon.")
+def _is_echelons(namespace: dict[str, object]) -> bool:
+    """Return whether a module is this file, which the user's may be named like, or echelon's."""
+    return namespace is globals() or str(namespace.get("__name__")).startswith("echelon.")
 
 
 def _end_if_failed() -> None:
@@ -418,7 +419,7 @@ def _end_if_failed() -> None:
     waits for every rank to end. A program whose own `sys.excepthook` may choose another exit code
     ends as usual, and so does one that was interrupted.
     """
-    is_own = _is_echelons(getattr(sys.excepthook, "__module__", None))
+    is_own = _is_echelons(getattr(sys.excepthook, "__globals__", {}))
     if not _ended_with or not is_own or issubclass(_ended_with[0], KeyboardInterrupt):
         return
     _flush_files()
