@@ -74,6 +74,18 @@ def test_torchs_environment_names_rank_world_and_job(start):
     assert ranks_below(pids[1]).ranks == found.ranks, "a rank leads to all of its job"
 
 
+@pytest.mark.parametrize(("address", "is_whole"), [("10.0.0.1", False), ("127.0.0.1", True)])
+def test_the_ranks_of_a_world_that_grew_are_one_job(start, address, is_whole):
+    job = f"MASTER_ADDR={address},MASTER_PORT=29500,ECHELON_JOB_ID=7,ECHELON_ON_LOSS=replace"
+    old = f"RANK=0,WORLD_SIZE=1,LOCAL_WORLD_SIZE=1,{job}"
+    new = f"RANK=1,WORLD_SIZE=2,LOCAL_WORLD_SIZE=1,{job}"
+    parent, _ = start(old, new)
+    found = ranks_below(parent)
+    assert len(found.jobs()) == 1
+    assert [one.rank for one in found.ranks] == [0, 1]
+    assert any(one.is_whole_world_here for one in found.ranks) == is_whole
+
+
 @pytest.mark.parametrize(
     ("environ", "launcher"),
     [

@@ -57,6 +57,17 @@ def test_a_healthy_job():
     assert shares(job).goodput == 10 / 16
 
 
+def test_a_rank_that_joined_later_was_idle_before():
+    first = _run(_lap(0, 10, 2, 12), ended_s=13)
+    late = _run(_lap(5, 10, 8, 12), ended_s=13, began_ns=6 * S)
+    job = Job(job_id="j", now_ns=13 * S, attempts=[_attempt(0, 0, ended_s=13, r0=first, r1=late)])
+    for one in (job, from_json(to_json(job))):
+        found = _seconds(one, rank=1)
+        assert found[Category.START_UP] == 2
+        assert found[Category.USEFUL] == 4 + 1  # until it ended
+        assert found[Category.IDLE] == 6
+
+
 def _two_attempts(**second):
     first = _run(_lap(0, 8, 2, 10), ended_s=11, saved_step=4)
     again = _run(
