@@ -128,6 +128,10 @@ dist.shutdown()
 """
 
 
+def _slow(layout: str) -> object:
+    return pytest.param(layout, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def job(cluster):
     """Return a function that starts the next node of a job with some ranks."""
@@ -185,6 +189,32 @@ def test_nodes_that_connect_late_add_their_ranks_to_the_running_world(job, tmp_p
     report = read_json(first.run_dir / "report.json")
     assert (report["world_size"], report["attempts"], report["incidents"]) == (5, 1, []), told
     assert [one["joined_ranks"] for one in report["continuations"]] == [[2], [3, 4]]
+
+
+@pytest.mark.parametrize("layout", ["replicated", _slow("sharded"), _slow("pipeline")])
+def test_several_nodes_that_connect_at_once_all_join(job, tmp_path, layout):
+    start = job(layout, "5", nodes="1:4")
+    first = start(2)
+    first.wait_for("trains", 2)
+    others = [start(1) for _ in range(3)]
+    codes = [node.end() for node in (first, *others)]
+    told = _told(first, *others)
+    assert codes == [0, 0, 0, 0], told
+    assert _bits(first, *others) == {(_undisturbed(tmp_path, layout), "5")}, told
+    joins = read_json(first.run_dir / "report.json")["continuations"]
+    assert sorted(rank for one in joins for rank in one["joined_ranks"]) == [2, 3, 4], told
+
+
+@pytest.mark.parametrize("layout", [_slow("replicated"), "sharded"])
+def test_ranks_are_lost_and_replaced_while_nodes_join(job, tmp_path, layout):
+    start = job(layout, "5", "1@step 2", "2@prepare", "3@step 4", nodes="1:4")
+    first = start(2)
+    first.wait_for("rank 1 is lost")
+    others = [start(1) for _ in range(3)]
+    codes = [node.end() for node in (first, *others)]
+    told = _told(first, *others)
+    assert codes == [0, 0, 0, 0], told
+    assert _bits(first, *others) == {(_undisturbed(tmp_path, layout), "5")}, told
 
 
 @pytest.mark.parametrize("layout", ["replicated", "sharded", "pipeline"])
