@@ -54,7 +54,7 @@ def create(name: str, members: Members, store: PrefixStore, timeout_s: float) ->
 
     Raises:
         ValueError: the backend does not exist or cannot run here.
-        CollectiveTimeoutError: some members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
     """
     found, not_ready, _ = _find(name)
     try:

@@ -1,7 +1,7 @@
 """Provide the shm+gloo backend: shared memory within a host, and Gloo between hosts.
 
-With L ranks on each of H hosts and n bytes per array (the code calls the intra-host level "inside"
-and the inter-host level "across"):
+The following table applies to L ranks per host and n bytes per array. The code calls the intra-host
+level "inside" and the inter-host level "across".
 
     all_reduce       intra-host reduce_scatter, inter-host all_reduce of n/L, intra-host all_gather
     reduce_scatter   intra-host reduce_scatter, then inter-host reduce_scatter of the sums
@@ -67,7 +67,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Create the engine for a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: some members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
     """
     return TwoLevelEngine(members, store, timeout_s)
 

@@ -148,8 +148,9 @@ class CopiedState(ABC):
         """Copy the state at the start of a step.
 
         Args:
-            overlaps: True if a thread may copy the optimizer's state while the step computes; see
-                [Note: copying while a step computes]. The step must then end with `finish`.
+            overlaps: True if a thread is allowed to copy the optimizer's state while the step
+                computes; see [Note: copying while a step computes]. The step must then end with
+                `finish`.
 
         Raises:
             CollectiveError: a rank that exchanges copies with this rank was lost.
@@ -317,7 +318,7 @@ def _calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _hooked_first(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a hook that runs before the program's hooks, which may write to the state."""
+    """Register a hook that runs before the program's hooks, which can write to the state."""
     handle = optimizer.register_step_pre_hook(hook)
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, which torch does not say
     hooks.move_to_end(handle.id, last=False)

@@ -36,7 +36,7 @@ class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
 
 
 class Epochs:
-    """This rank's view of the epochs of its attempt.
+    """This rank's view of the epochs that the launcher publishes during an attempt.
 
     Args:
         store: the job's store.

@@ -1,4 +1,4 @@
-"""Send the training state to a joining rank, from the lowest rank that has the state.
+"""Send the training state from the lowest rank that has it to a joining rank.
 
 The state is sent as the following messages:
 

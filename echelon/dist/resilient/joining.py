@@ -104,7 +104,7 @@ def places_of(rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
     """Return the group rank that sends the state in a new world, and those that receive it.
 
     Raises:
-        CollectiveError: no rank has the state.
+        CollectiveError: no rank has the training state.
     """
     newcomers = [place for place, row in enumerate(rows) if is_newcomer(row)]
     source = next((place for place in range(len(rows)) if place not in newcomers), None)

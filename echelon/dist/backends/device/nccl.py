@@ -64,7 +64,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
     none is set, the GPU given by LOCAL_RANK.
 
     Raises:
-        CollectiveTimeoutError: some members did not call this function within `timeout_s`.
+        CollectiveTimeoutError: some members did not call this function within `timeout_s` seconds.
         nccl.core.NCCLError: NCCL reported an error.
     """
     library = NcclLibrary()

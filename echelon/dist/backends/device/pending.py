@@ -42,7 +42,9 @@ class DevicePending:
         callers: Sequence[Any],
         failure: Callable[[], str],
     ) -> None:
-        """Record the current position in the caller's streams. The device must be current.
+        """Record the current position in the caller's streams.
+
+        The operation's device must be the current device.
 
         Args:
             index: the device index.

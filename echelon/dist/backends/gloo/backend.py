@@ -64,7 +64,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine
     """Create the engine for a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: some members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
     """
     return GlooEngine(members, store, timeout_s)
 

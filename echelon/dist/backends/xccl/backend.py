@@ -61,7 +61,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
 
     Raises:
         ValueError: the library cannot be loaded, or is already loaded for another kind of device.
-        CollectiveTimeoutError: some members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
     """
     device = members.device or ("xpu" if _has_gpu() else "cpu")
     try:

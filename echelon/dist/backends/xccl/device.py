@@ -28,7 +28,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
     """Create the engine for a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: some members did not call this function within `timeout_s`.
+        CollectiveTimeoutError: some members did not call this function within `timeout_s` seconds.
         RuntimeError: oneCCL reported an error.
     """
     made = XpuLibrary()

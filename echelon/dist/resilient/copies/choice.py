@@ -113,7 +113,8 @@ def without_replicas_elsewhere(
     Args:
         partners: see `partners_of`.
         sets: the ranks, grouped into sets that hold the same shards.
-        places: the place of each rank, or its machine if there are several machines.
+        places: the place (host or container) of each rank, or the machine if there are several
+            machines.
 
     Returns:
         The partner of each rank; None if another place or machine has a replica of its shards.

@@ -20,7 +20,7 @@ class Part:
         name: the tensor's name in the model.
         shape: the shape of the full tensor.
         start: the index of this rank's first element in the flattened tensor.
-        length: the number of elements on this rank, which may be 0.
+        length: the number of elements on this rank, which can be 0.
         data: the elements, in memory that belongs to the model.
         tensor: the tensor registered with the optimizer. Sharded values in the optimizer's state
             have the same shape as this tensor.
@@ -60,7 +60,7 @@ def sharded_parts(module: nn.Module, prefix: str = "", stage: int = 0) -> dict[s
 
 
 def exposed_storages(modules: Iterable[nn.Module], parts: Mapping[str, Part]) -> set[int]:
-    """Return the data pointers of the storages that a forward or backward pass may write to."""
+    """Return the data pointers of the storages that a forward or backward pass can write to."""
     found: list[torch.Tensor] = []
     for module in modules:
         found += [*module.parameters(), *module.buffers()]

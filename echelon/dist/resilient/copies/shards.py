@@ -41,7 +41,7 @@ class ShardsWriter:
     Args:
         parts: the parts, by name.
         optimizer: the optimizer of the parts' tensors.
-        exposed: the data pointers of the storages that a forward or backward pass may write to.
+        exposed: the data pointers of the storages that a forward or backward pass can write to.
         facts: other values to store in the index.
 
     Attributes:
@@ -268,7 +268,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
-    """Return whether only the optimizer writes to a tensor, so that `write_rest` may copy it."""
+    """Return whether only the optimizer writes to a tensor, so that `write_rest` can copy it."""
     return (
         type(value) is torch.Tensor
         and value.device.type == "cpu"

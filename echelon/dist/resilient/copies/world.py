@@ -99,7 +99,7 @@ class WorldCopies:
         return self._readable[-1]
 
     def _open(self) -> None:
-        """Open the memory segments of the other ranks at this place. Collective."""
+        """Open the other ranks' memory segments that this rank can map. Collective."""
         told = [
             (one.owner, [asdict(memory.address) for memory in one.memories])
             for one in self._readable
@@ -209,8 +209,8 @@ class WorldCopies:
     def offers(self, survivors: Sequence[int]) -> Iterator[Offer]:
         """Yield the copies that this rank offers to read on behalf of all survivors.
 
-        Each survivor offers its own copies. The lowest surviving rank at each place also offers the
-        copies of lost ranks. Incomplete and damaged copies are omitted.
+        Each survivor offers its own copies. Of the survivors that can map each other's memory, the
+        lowest rank also offers the copies of lost ranks. Incomplete and damaged copies are omitted.
         """
         reads_for_lost = self.own_rank == min(rank for rank in self._here if rank in survivors)
         for held in self._readable:

@@ -12,8 +12,8 @@ copies of its result before the rendezvous. The state at the end of the step is 
 state with copies of all parts. No work is repeated, and the step is committed in the new world. A
 joining rank first receives the state that is not copied, and then restores its parts from the
 copies like any other rank. It counts as a newcomer until all copies of the new world are complete.
-If another rank is lost before then, the newcomer joins again from the start. Its copies may still
-be needed, because other ranks may already have released the copies of the old world. The newcomer
+If another rank is lost before then, the newcomer joins again from the start. Its copies might still
+be needed, because other ranks might already have released the copies of the old world. The newcomer
 therefore offers its copies like any other rank. It receives the rest of the state again only if it
 does not have that state for the chosen step.
 """

@@ -146,12 +146,12 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def abort(self, wait_s: float) -> bool:
-        """Abort running operations; return whether the communicator was freed within `wait_s`."""
+        """Abort operations; return whether the communicator was freed within `wait_s` seconds."""
         self._is_over = True
         return self._handle is None or self._handle.abort(wait_s)
 
     def destroy(self, wait_s: float) -> bool:
-        """Free an idle lane's communicator; return whether it was freed within `wait_s`."""
+        """Free an idle lane's communicator; return whether it was freed within `wait_s` seconds."""
         self._is_over = True
         return self._handle is None or self._handle.destroy(wait_s)
 

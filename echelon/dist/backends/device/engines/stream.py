@@ -59,7 +59,7 @@ class StreamEngine:
         """Create the group's communicator; every member must call this.
 
         Raises:
-            CollectiveTimeoutError: some members did not join within `timeout_s`.
+            CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
             RuntimeError: the library reported an error.
         """
         self.name = library.name
