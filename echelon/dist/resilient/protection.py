@@ -1,4 +1,4 @@
-"""Protect one training call per process against the loss of ranks, if the launcher supports it."""
+"""Protect one training call per process from rank loss, under a launcher that supports this."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class ShardsWriter:
 
     @torch.no_grad()
     def write_first(self, content: torch.Tensor) -> int:
-        """Write the data that can change after the next step begins; return its CRC-32."""
+        """Write the data that can change after the next step begins; return the data's CRC-32."""
         length = len(self._parcel.head).to_bytes(_LENGTH_BYTES, "little")
         head = torch.frombuffer(bytearray(length + self._parcel.head), dtype=torch.uint8)
         own = zip(_places(self._parcel), (one.cpu() for one in self._parcel.tensors), strict=False)
@@ -130,9 +130,10 @@ class ShardsWriter:
             torch.autograd.graph.increment_version(tensor)
 
     def changed(self) -> str:
-        """Return the name of a tensor for `write_rest` that has changed since `__init__`, or "".
+        """Return the name of a tensor, copied by `write_rest`, that has changed, or "" if none has.
 
-        Only changes that torch counts, or that `count_change` reported, are detected.
+        Only changes after `__init__` that torch has counted or `count_change` has reported are
+        detected.
         """
         for part, key, value, version in self._later:
             if value._version != version:
