@@ -10,7 +10,7 @@ from echelon.dist.backends.registry import statuses
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print one line per backend or, with `--json`, the whole list as JSON."""
+    """Print one line per backend, or the whole list as JSON if `--json` is given."""
     parser = argparse.ArgumentParser(prog="python -m echelon.dist.backends", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     options = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
 One thread runs the collectives in order (progress/serial.py), and another transfers messages
 (messages/driver.py). Each thread starts when it is first needed. Callers only wait, so even a
-signal handler may call any operation.
+signal handler can call any operation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HostEngine(ABC):
         return self._serial.submit(operation, watch)
 
     def submit_shared(self, operation: Operation, watch: Watch) -> Transfer:
-        """Start an any-source receive that may also be completed through another engine."""
+        """Start an any-source receive that can also be completed through another engine."""
         transfer = Transfer(operation, watch)
         transfer.is_shared = True
         return self._post(transfer)
@@ -90,7 +90,7 @@ class HostEngine(ABC):
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all waits for messages; collectives end at their next check."""
+        """End all waits for messages. Collectives end when they next check their watch."""
         if self._driver is not None:
             self._driver.cut(reason or build.closed(self._members, Operation("close", 0)))
 

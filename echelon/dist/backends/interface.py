@@ -1,20 +1,21 @@
 """Define the contract between a process group and the engines that carry out its operations.
 
 An engine carries out the operations of one group after they have been checked: it prepares,
-launches and polls them. It does not check arguments, assign operation numbers, record operations or
-decide which rank is at fault, and it keeps no "broken", "aborted" or "closed" flag.
-`progress/group_state.py` does all of that for every engine.
+launches and polls them. An engine does not check arguments, assign operation numbers, record
+operations, decide which rank is at fault, or store whether the group is broken, aborted or closed.
+`progress/group_state.py` performs these tasks for every engine.
 
 Order: collectives run in the order in which they are submitted. Messages run concurrently with
-collectives, and stay in order per peer and tag.
+collectives, and in order for each peer and tag.
 
-Failure: an engine raises what it observed, and `GroupState` decides what it means.
+Failure: an engine raises an exception for what it observed, and `GroupState` interprets the
+exception.
 
 | raised | meaning |
 |---|---|
 | an error from `errors.mismatch` | the engine compared the ranks' calls, and they differ |
 | an error from `errors.build` | the engine itself determined which ranks are late or dead |
-| `EndedElsewhere` | another operation ended this one; the other rank's error may be more precise |
+| `EndedElsewhere` | another operation ended this one; the other rank's error can be more precise |
 | `ConnectionBroken` | a connection broke; the group determines which rank is dead |
 | `Refused` | all ranks refuse the operation in the same way; the group remains usable |
 | an exception from `watch.check()` | the group ended, or the operation's deadline passed |
@@ -53,7 +54,7 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
     """Raised when an operation ends because an operation on another rank timed out.
 
     Attributes:
-        error: the error to report, unless the other rank has a more precise error.
+        error: the error to report, unless the other rank reports a more precise error.
     """
 
     def __init__(self, error: CollectiveError) -> None:
@@ -109,8 +110,8 @@ class Watch(Protocol):
     """The limits that apply to one operation.
 
     Attributes:
-        deadline_s: the monotonic time at which the operation times out, counted from the user's
-            call.
+        deadline_s: the monotonic time at which the operation times out, in seconds. The timeout is
+            counted from the user's call.
     """
 
     deadline_s: float
@@ -120,8 +121,8 @@ class Watch(Protocol):
 
         Engines call this at least every `CHECK_EVERY_S` seconds while they wait.
 
-        The check is local and fast. After the deadline or a death, it may take up to 2 s to
-        determine the ranks at fault. Safe on any thread.
+        The check is local and fast. After the deadline or the death of a rank, the check can take
+        up to 2 s to determine the ranks at fault. Safe on any thread.
 
         Args:
             needed: a function that returns the group ranks that the operation still needs; None
@@ -136,7 +137,7 @@ class Watch(Protocol):
 
 
 class Pending(Protocol):
-    """An operation that has been submitted and may still be running."""
+    """An operation that has been submitted and might still be running."""
 
     @property
     def done(self) -> bool:
@@ -144,7 +145,7 @@ class Pending(Protocol):
 
     @property
     def ended_mono_ns(self) -> int:
-        """The monotonic time at which the operation ended, or 0 while it is running."""
+        """The monotonic time when the operation ended, in nanoseconds; 0 while it is running."""
 
     @property
     def error(self) -> BaseException | None:
@@ -156,8 +157,8 @@ class Pending(Protocol):
     def wait(self, timeout_s: float | None) -> bool:
         """Block until the operation ends or the timeout expires; return whether it has ended.
 
-        For a device operation, make the current stream wait for the operation and return True at
-        once.
+        For a device operation, make the current stream wait for the operation and return True
+        immediately.
         """
 
 
@@ -167,8 +168,8 @@ class Engine(Protocol):
     Attributes:
         name: the backend's name, as shown to users.
         device: the kind of device whose arrays the engine transfers: "cpu", "cuda" or "xpu".
-        nests: whether a signal handler that interrupts a collective may call another collective of
-            the same group.
+        nests: whether a signal handler that interrupts a collective is allowed to call another
+            collective of the same group.
 
     For operations on the host, the engine calls `watch.check()`. For operations on a device, the
     process's watcher thread calls it.
@@ -184,10 +185,10 @@ class Engine(Protocol):
 
     @property
     def nests(self) -> bool:
-        """True if a signal handler may nest collectives of the group."""
+        """True if a signal handler is allowed to nest collectives of the group."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return the reason the engine refuses this kind of operation, or "". Never blocks."""
+        """Return the reason the engine refuses a kind of operation, or "" if none. Never blocks."""
 
     def prepare(self, operation: Operation) -> None:
         """Check conditions that `refuses` cannot check, such as the device index of the arrays.
@@ -201,7 +202,7 @@ class Engine(Protocol):
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation on the caller's thread; block until its result is in place.
 
-        Python signal handlers run within `CHECK_EVERY_S` seconds; their exceptions are propagated.
+        Python signal handlers run within `CHECK_EVERY_S` seconds. Their exceptions are propagated.
 
         Raises:
             Exception: any error in the table at the top of this module.
@@ -222,13 +223,13 @@ class Engine(Protocol):
         """Abort all local work: every wait in the engine, on any thread, raises an error.
 
         The group calls this method once, from a signal handler or on any thread, possibly during
-        `execute`. The method must therefore not take a lock that `execute` or `submit` may hold. It
-        takes at most 1 s and does only local work, such as breaking connections or aborting
+        `execute`. The method must therefore not take a lock that `execute` or `submit` might hold.
+        It must finish within 1 s and do only local work, such as breaking connections or aborting
         communicators.
 
         Args:
             reason: the group's first error, or None for a normal close. Engines over shared memory
-                pass it to the other ranks.
+                pass the reason on to the other ranks.
         """
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class LevelWatch:
 
 
 class Level:
-    """A subgroup on one of the two levels, with its own operation numbers.
+    """A subgroup on one level (within or between hosts), with its own operation numbers.
 
     Args:
         members: the members of the subgroup.
@@ -59,7 +59,7 @@ class Level:
     ) -> None:
         """Carry out one step of the operation `like` among this level's members.
 
-        The step may use a different dtype from the operation.
+        The step can use a dtype that differs from the operation's dtype.
         """
         shown = source if source is not None else target
         shape = None if shown is None else (len(shown),)

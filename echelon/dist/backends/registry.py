@@ -2,9 +2,13 @@
 
 A backend is either listed in `_OWN` or provided by an installed package through the entry point
 group `echelon.backends`. The entry point must refer to a function with the signature of `create`
-in `echelon.dist.backends.shm.backend`. The function may have two attributes: `not_ready`, a
-function that returns why the backend cannot run here, and `device`, the kind of device whose arrays
-the backend transfers.
+in `echelon.dist.backends.shm.backend`. The function can have these optional attributes:
+
+    not_ready: a function that returns the reason the backend cannot run here, or ""
+    device: the kind of device whose arrays the backend transfers; "cpu" by default
+    needs_own_device: a function that returns whether each rank needs its own device
+    runtime: a function that returns the replacement for torch's runtime for a kind of device
+    versions: a function that returns the versions of the libraries in use
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ Create = Callable[[Members, PrefixStore, float], Engine]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A backend's availability on this machine, with the `reason` if it is not ready."""
+    """The availability of a backend on this machine, and the `reason` if it is not ready."""
 
     name: str
     ready: bool
@@ -50,7 +54,7 @@ def create(name: str, members: Members, store: PrefixStore, timeout_s: float) ->
 
     Raises:
         ValueError: the backend does not exist or cannot run here.
-        CollectiveTimeoutError: some members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
     """
     found, not_ready, _ = _find(name)
     try:

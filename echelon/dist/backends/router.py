@@ -72,7 +72,7 @@ class Router:
 
     @property
     def nests(self) -> bool:
-        """True if collectives on the host may be nested (see `Engine`)."""
+        """True if collectives on the host can be nested (see `Engine`)."""
         return self._host.nests
 
     @property
@@ -88,7 +88,7 @@ class Router:
         return self._engines.get(device)
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return the reason the host engine refuses this kind of operation, or ""."""
+        """Return the reason the host engine refuses a kind of operation, or "" if it does not."""
         engine = self._messages if kind in ("send", "recv") else self._host
         return engine.refuses(kind, dtype, reduce_op)
 
@@ -96,7 +96,7 @@ class Router:
         """Check that an engine can carry out an operation.
 
         Raises:
-            ValueError: no engine can carry it out.
+            ValueError: no engine can carry out the operation.
         """
         engine = self._find(operation)
         if engine is not None:
@@ -120,21 +120,21 @@ class Router:
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation; block until it is done on this rank.
 
-        A barrier first waits for outstanding work on the devices that the group uses on this rank.
+        A barrier first waits for outstanding work on the devices that this rank uses in the group.
         """
         if operation.kind == "barrier":
             self._drain(watch)
         self._engine(operation, watch).execute(operation, watch)
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
-        """Start one operation. The first one on a device blocks until all ranks have issued it."""
+        """Start one operation. A device's first operation blocks until all ranks have issued it."""
         if operation.kind == OPEN and operation.device == self.device:
             return DonePending()  # messages of the host need no connection of their own
         return self._engine(operation, watch).submit(operation, watch)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Batch the operations called inside the block in the engines that support batching."""
+        """Batch the operations of a `with` block, in the engines that support batching."""
         with contextlib.ExitStack() as stack:
             for engine in self._all():
                 stack.enter_context(engine.batch())

@@ -1,19 +1,19 @@
 """Provide the shm+gloo backend: shared memory within a host, and Gloo between hosts.
 
-With L ranks on each of H hosts and n bytes per array (the code calls the intra-host level "inside"
-and the inter-host level "across"):
+The following table applies to L ranks per host and n bytes per array. The code calls the intra-host
+level "inside" and the inter-host level "across".
 
     all_reduce       intra-host reduce_scatter, inter-host all_reduce of n/L, intra-host all_gather
     reduce_scatter   intra-host reduce_scatter, then inter-host reduce_scatter of the sums
     all_gather       inter-host all_gather, then intra-host all_gather
     broadcast        inter-host broadcast from the root, then intra-host broadcast on each host
     messages         shared memory within a host, Gloo between hosts; an any-source receive runs on
-        both levels, and one of them receives the message (see messages/either.py)
+        both levels, and one level receives the message (see messages/either.py)
 
-Each byte thus crosses the network once per host rather than once per rank. Some operations use a
-single Gloo mesh of all ranks instead: all_to_all, gather, scatter, collectives with uneven splits,
-and sums in rank order. Groups with one rank per host, or with unequal numbers of ranks per host,
-also use this mesh.
+Each byte therefore crosses the network once per host rather than once per rank. Some operations use
+a single Gloo mesh of all ranks instead: all_to_all, gather, scatter, collectives with uneven
+splits, and sums in rank order. Groups with one rank per host, or with unequal numbers of ranks per
+host, also use this mesh.
 
 The ranks' calls are compared on both levels, first within each host and then between hosts. Every
 rank can therefore name a mismatching rank on any host.
@@ -67,7 +67,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Create the engine for a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: some members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
     """
     return TwoLevelEngine(members, store, timeout_s)
 
@@ -152,7 +152,7 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Stop both levels, gracefully only if no collective is running."""
+        """Stop both levels. The stop is graceful only if no collective is running."""
         if reason is None and not self._serial.is_idle:
             reason = build.closed(self._members, Operation("close", 0))
         for engine in self._engines():
@@ -214,8 +214,8 @@ class TwoLevelEngine(HostEngine):
     def _start_comparing(self, operation: Operation, watch: Watch) -> _Agree:
         """Compare the ranks' calls within the host, and start comparing them between hosts.
 
-        The returned function completes the comparison. The caller's memory must not be modified
-        before that function has returned.
+        The returned function completes the comparison. The caller's arrays must not be modified
+        before this function has returned.
         """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")
@@ -290,7 +290,7 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, mine, chunk)
 
     def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
-        """Return this rank's shard of the data reduced over its host, in the accumulation dtype.
+        """Reduce data over this host; return this rank's shard, in the accumulation dtype.
 
         All shards have the same length; the last one is padded with zeros.
         """
@@ -323,7 +323,7 @@ class TwoLevelEngine(HostEngine):
             np.copyto(data, whole[: len(data)])
 
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
-        """Convert the reduced data to the result's dtype; for an average, divide it first."""
+        """Convert the reduced data to the result's dtype; for an average, divide the data first."""
         if operation.reduce_op == "avg":
             divide(total, self._size, wide_of(operation))
         convert(operation.dtype, out, total)
@@ -386,7 +386,7 @@ class TwoLevelEngine(HostEngine):
         return operation.peer == ANY_SOURCE and 1 < len(self._hosts[self._mine]) < self._size
 
     def _submit_to_both(self, operation: Operation, watch: Watch) -> Pending:
-        """Start a receive on both levels; the level between hosts checks the deadline."""
+        """Start a receive on both levels. The level between hosts checks the deadline."""
         engine: Any = self._inside.engine
         longer = dataclasses.replace(operation, timeout_s=operation.timeout_s + _LATER_S)
         inside = engine.submit_shared(longer, self._watch_inside(watch))

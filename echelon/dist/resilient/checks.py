@@ -17,10 +17,10 @@ from echelon.dist.pipeline.execute.names import StageModules
 
 
 def check_model(model: nn.Module, world: ProcessGroup) -> None:
-    """Check that a model can be copied, or sharded again across other ranks.
+    """Check that a model can be copied, or can be sharded again across other ranks.
 
     Raises:
-        ValueError: neither is possible.
+        ValueError: the model can be neither copied nor sharded again.
     """
     if isinstance(model, StageModules):
         raise ValueError("resilient.run cannot train a pipeline's stages: use run_pipeline")
@@ -75,7 +75,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer does not contain sharded parameters of other models.
 
     Raises:
-        ValueError: it contains one.
+        ValueError: the optimizer contains such a parameter.
     """
     own = {member for unit in units_of(model) for member in unit.members}
     for group in optimizer.param_groups:

@@ -1,27 +1,30 @@
-"""Keep copies of a rank's state at the start of the last two steps, in case the rank is lost.
+"""Store copies of a rank's state at the start of each of the last two steps, for use after a loss.
 
-The parts of the model that only some ranks hold are copied into memory that outlives the rank, with
-their optimizer state; see `copies/`. The rest of a rank's state is copied into its own memory. The
-last two states are kept, so that one of them is always complete.
+The parts of the model that only some ranks hold are copied, together with their optimizer state,
+into memory that outlives the rank; see `copies/`. The rest of a rank's state is copied into the
+rank's own memory. Two states are stored, so that one of them is always complete.
 
-[Note: copying while a step computes] Between two steps of the optimizer, no other code writes to
-its state, which is most of the data to copy. A background thread therefore copies that state while
-the next step computes. A hook of the optimizer waits for the thread. The end of the step also
-waits for it, because all copies must be complete by then. Parameters are copied before the step
+[Note: copying while a step computes] The optimizer's state makes up most of the data to copy, and
+only the optimizer's step writes to it. A background thread therefore copies that state while the
+next step computes. A hook makes the optimizer wait for the thread. The end of the step also waits
+for the thread, because all copies must be complete by then. Parameters are copied before the step
 begins.
 
-A program may nevertheless change the optimizer's state earlier in a step. torch increments a
-tensor's version counter after each change. The training thread compares the counters once the
+A program might nevertheless change the optimizer's state earlier in a step. torch increments a
+tensor's version counter after each change. The training thread compares the counters after the
 background thread has copied the tensors: at the next event of a forward or backward pass of a
 sharded unit, at the next forward pass of a stage, or when the optimizer begins. The program is then
-between two operations, so every change has been counted. Only after that is the copy stamped and
-sent to other places. The counters are compared again when the optimizer begins. If one differs, the
-copy is void. Each step ends with an all-reduce, which computes the minimum, over all ranks, of the
-step of their newest complete copy. If the newest copy of any rank is void, the next copies
-overwrite the newest ones on all ranks, so the copies of the previous step are kept. A rank whose
-copy was void no longer copies while a step computes. It still exchanges copies on the background
-thread. Otherwise it could deadlock with its partner, which may not send its own copy before an
-event of its forward pass, where it may be waiting for this rank.
+between two operations, so every change has been counted. Only after this comparison does the
+background thread stamp the copy and send it to the rank's partner, which is a rank on another host
+or in another container. The counters are compared again when the optimizer begins. If a counter has
+changed, the copy is void. Each step ends with an all-reduce that returns the minimum, over all
+ranks, of the step of the newest complete copy. If the newest copy of any rank is void, the next
+copies overwrite the newest ones on all ranks, and the copies of the previous step are retained.
+
+After a void copy, a rank no longer copies while a step computes. It still exchanges copies on the
+background thread. Otherwise, the rank could deadlock with its partner: the partner might not send
+its own copy until an event of its forward pass, and might be waiting for this rank before that
+event.
 """
 
 from __future__ import annotations
@@ -82,14 +85,14 @@ class CopiedState(ABC):
 
     @abstractmethod
     def _keep_rest(self, turn: int) -> None:
-        """Copy the rest of the state into slot `turn` (0 or 1) of this rank's own memory."""
+        """Copy the rest of the state into slot `turn` (0 or 1) in this rank's own memory."""
 
     @abstractmethod
     def restore_rest(self, step: int | None) -> None:
-        """Restore the state that this rank kept in its own memory. Local.
+        """Restore the state that this rank has stored in its own memory. Local.
 
         Args:
-            step: a step for which this rank has kept the state; None means the newest one.
+            step: a step for which this rank has stored the state; None means the newest one.
         """
 
     @abstractmethod
@@ -102,30 +105,30 @@ class CopiedState(ABC):
 
     @abstractmethod
     def restart(self, group: ProcessGroup) -> None:
-        """Discard all kept states before the program loads a checkpoint. Collective."""
+        """Discard all stored states before the program loads a checkpoint. Collective."""
 
     @abstractmethod
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that state that several ranks hold is equal on them. Collective.
+        """Check that any state that several ranks hold is identical on these ranks. Collective.
 
         Raises:
-            ValueError: a part differs between ranks, or cannot be compared.
+            ValueError: a part of this state differs between ranks, or cannot be compared.
         """
 
     @abstractmethod
     def restore(self) -> None:
-        """Restore the last state kept in this world. Local."""
+        """Restore the newest state that was stored in this world. Local."""
 
     @abstractmethod
     def contents(self) -> dict[str, Any]:
-        """Return the state that a joining rank needs besides the copies; see `fill`. Local."""
+        """Return the state, other than the copies, that a joining rank needs; see `fill`. Local."""
 
     @abstractmethod
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Adopt the state that is not copied, as received from another rank. Local.
+        """Adopt the part of the state that is not copied, as received from another rank. Local.
 
         Args:
-            step: the step at whose start the other rank kept this state.
+            step: the step at whose start the other rank stored this state.
 
         Raises:
             ValueError: the state does not match this rank's objects.
@@ -133,23 +136,24 @@ class CopiedState(ABC):
 
     @abstractmethod
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state that a joining rank has received, keyed by description."""
+        """Return the state that a joining rank receives, keyed by description, for comparison."""
 
     # ---- while training ----
 
     def enter(self, group: ProcessGroup, epoch: int) -> None:
-        """Prepare to make copies in a new world; retain those of earlier worlds. Collective."""
+        """Prepare to make copies in a new world; retain earlier worlds' copies. Collective."""
         self._worlds.append(WorldCopies(group, epoch, self._sets(group)))
 
     def keep(self, step: int, *, overlaps: bool = False) -> None:
         """Copy the state at the start of a step.
 
         Args:
-            overlaps: True if a thread may copy the optimizer's state while the step computes; see
-                [Note: copying while a step computes]. The step must then end with `finish`.
+            overlaps: True if a thread is allowed to copy the optimizer's state while the step
+                computes; see [Note: copying while a step computes]. The step must then end with
+                `finish`.
 
         Raises:
-            CollectiveError: a partner was lost.
+            CollectiveError: a rank that exchanges copies with this rank was lost.
             OSError: the host has no memory left for the copies.
         """
         assert self._copying is None, self._copying.step
@@ -188,7 +192,8 @@ class CopiedState(ABC):
         If the copy is void, return the step of the previous copy.
 
         Raises:
-            CollectiveError: a partner was lost, or the copy takes too long.
+            CollectiveError: a rank that exchanges copies with this rank was lost, or the copy takes
+                too long.
             OSError: the host has no memory left for the copies.
         """
         self._before_optimizer()
@@ -198,10 +203,10 @@ class CopiedState(ABC):
         return self._rest_steps[1 - self._at if self._is_void else self._at]
 
     def stop(self, timeout_s: float) -> None:
-        """Wait for the copying thread after its step was abandoned; ignore the thread's error.
+        """Wait until the copying thread of an abandoned step has ended; ignore the thread's error.
 
         Raises:
-            CollectiveError: the thread has not ended after `timeout_s`.
+            CollectiveError: the thread has not ended after `timeout_s` seconds.
         """
         copying = self._copying
         if copying is not None and copying.is_here:
@@ -237,7 +242,7 @@ class CopiedState(ABC):
         copying.decide(is_void=bool(writer.changed()))
 
     def _listen(self, writer: ShardsWriter | None) -> None:
-        """Observe a step's events and collectives that write to copied tensors; None stops this."""
+        """Observe events and collectives that write to copied tensors; stop if `writer` is None."""
         for module in self._live_modules():
             for unit in units_of(module):
                 driver_of(unit).on_event = None if writer is None else self._decide_early
@@ -263,7 +268,7 @@ class CopiedState(ABC):
             )
 
     def release_earlier(self) -> None:
-        """Release the copies of earlier worlds. Call once this world's copies are complete."""
+        """Release earlier worlds' copies. Call this after this world's copies are complete."""
         for one in self._worlds[:-1]:
             one.close()
         del self._worlds[:-1]
@@ -295,7 +300,7 @@ class CopiedState(ABC):
             self.stop(_CLOSE_S)
 
     def drop(self) -> None:
-        """Release all copies, which are not needed once this rank is the only one left."""
+        """Release all copies. Call this if no other rank is left, or after the last step."""
         self.close()
         for one in self._worlds:
             one.close()
@@ -303,16 +308,17 @@ class CopiedState(ABC):
 
 
 def _calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step calls its hooks.
+    """Return whether an optimizer's step calls the step hooks.
 
-    A class that wraps another optimizer might not, if it does not call `Optimizer.__init__`.
+    A class that wraps another optimizer might not call them if it does not call
+    `Optimizer.__init__`.
     """
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     return hooks is not None and getattr(type(optimizer).step, "hooked", False)
 
 
 def _hooked_first(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a hook that runs before the program's hooks, which may write to the state."""
+    """Register a hook that runs before the program's hooks, which can write to the state."""
     handle = optimizer.register_step_pre_hook(hook)
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, which torch does not say
     hooks.move_to_end(handle.id, last=False)
@@ -326,7 +332,7 @@ def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:
         rows: the result of `CopiedState.offers` on each survivor, by rank.
 
     Raises:
-        CopiesLostError: no state is complete.
+        CopiesLostError: for every state, all copies of some shard are lost.
     """
     offers = {
         rank: [Offer(Version(step, epoch), owner) for epoch, step, owner in row["offers"]]

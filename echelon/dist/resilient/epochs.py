@@ -1,8 +1,9 @@
 """Read the epochs that the launcher publishes, and synchronize the ranks of an epoch.
 
-A rank only reads the newest epoch, and never decides which ranks are lost. If a rank of the new
-epoch is lost while the other ranks are waiting for it, the launcher ends the wait, so that these
-ranks can read a newer epoch.
+An epoch is a numbered set of ranks that train together until a rank is lost or joins. A rank only
+reads the newest epoch, and never decides which ranks are lost. If a rank of the new epoch is lost
+while the other ranks are waiting for it, the launcher ends the wait, so that these ranks can read a
+newer epoch.
 
 A rank that is computing, or is waiting for an unresponsive host, does not detect a loss by itself.
 A background thread (`News`) therefore waits for each new epoch and passes it to a callback, which
@@ -35,12 +36,13 @@ class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
 
 
 class Epochs:
-    """This rank's view of the epochs of its attempt.
+    """This rank's view of the epochs that the launcher publishes during an attempt.
 
     Args:
         store: the job's store.
         rank: this process's rank, as numbered by the launcher.
-        after: the number of the last epoch to skip, because it precedes this process.
+        after: the number of the newest epoch that precedes this process. This epoch and all earlier
+            epochs are skipped.
     """
 
     def __init__(self, store: Store, rank: int, after: int = 0) -> None:
@@ -49,10 +51,10 @@ class Epochs:
         self.number = after
 
     def next(self, timeout_s: float) -> Epoch:
-        """Return the newest epoch, after waiting for one that has not been returned yet.
+        """Wait for an epoch that has not been returned yet, and return the newest one.
 
         Raises:
-            StoreTimeoutError: a new epoch was not published within `timeout_s`.
+            StoreTimeoutError: no new epoch was published within `timeout_s` seconds.
             StoreError: the store cannot be reached.
         """
         number = self.number + 1
@@ -71,7 +73,7 @@ class Epochs:
 
         Raises:
             Superseded: the launcher has published a newer epoch, because a rank was lost.
-            StoreTimeoutError: a rank did not arrive within `timeout_s`.
+            StoreTimeoutError: a rank did not arrive within `timeout_s` seconds.
             StoreError: the store cannot be reached.
         """
         roster = list(epoch.roster)
@@ -85,7 +87,7 @@ class Epochs:
         return [json.loads(text) for text in self._store.multi_get(names)]
 
     def note_begun(self) -> None:
-        """Record in the store that this rank has begun, and can continue after a loss.
+        """Record in the store that this rank has begun training and can continue after a loss.
 
         Raises:
             StoreError: the store cannot be reached.
@@ -101,8 +103,9 @@ class News:
 
     Args:
         store: the job's store.
-        take: called with each new epoch, on this thread.
-        after: the number of the last epoch to skip, because it precedes this process.
+        take: a function that the thread calls with each new epoch.
+        after: the number of the newest epoch that precedes this process. This epoch and all earlier
+            epochs are skipped.
     """
 
     def __init__(self, store: Store, take: Callable[[Epoch], None], after: int = 0) -> None:

@@ -1,6 +1,6 @@
-"""Send the training state to a joining rank, from the lowest rank that has the state.
+"""Send the training state from the lowest rank that has it to a joining rank.
 
-The state is sent as these messages:
+The state is sent as the following messages:
 
     head: the tree of values, in which a reference replaces each tensor, and the tensors' dtypes and
           shapes
@@ -35,13 +35,13 @@ _OWN = ("buffer ", "also")  # a rank may have its own, such as the statistics of
 
 
 def send_state(group: ProcessGroup, peer: int, contents: Callable[[], dict[str, Any]]) -> None:
-    """Send a tree of values to a joining rank; block until it has been sent.
+    """Send a tree of values to a joining rank; block until the whole tree has been sent.
 
     Args:
         group: the world that the rank joins.
         peer: the rank, as numbered within the group.
         contents: a function that returns the tree; see `Parcel`. If the function fails, or the tree
-            cannot be sent, the error is sent instead, and this rank continues.
+            cannot be sent, the text of the error is sent instead, and this rank continues.
 
     Raises:
         CollectiveError: the joining rank was lost.
@@ -66,7 +66,7 @@ def receive_state(group: ProcessGroup, peer: int) -> dict[str, Any]:
 
     Raises:
         ValueError: the sending rank reported that it could not send the state.
-        CollectiveError: the sending rank was lost, or the state arrived damaged.
+        CollectiveError: the sending rank was lost, or the state was damaged in transit.
     """
     channel = group.channel(peer, _NAME)
     head = _receive_bytes(channel)
@@ -87,17 +87,18 @@ def receive_state(group: ProcessGroup, peer: int) -> dict[str, Any]:
 def check_alike(
     group: ProcessGroup, source: int, newcomers: Sequence[int], parts: Mapping[str, Any]
 ) -> None:
-    """Compare the states of all ranks after the joining ranks have received theirs. Collective.
+    """Compare the state on all ranks after the joining ranks have received it. Collective.
 
     Args:
-        group: the world that ranks join.
+        group: the world, including the joining ranks.
         source: the rank within the group that sent the state.
         newcomers: the ranks within the group that received the state.
         parts: this rank's state, keyed by description.
 
     Raises:
-        ValueError: the state that this rank received differs from the state that was sent, or
-            state other than buffers and `also` differs between the other ranks.
+        ValueError: the state that this rank received differs from the state that was sent, or a
+            part of the state other than buffers and the `also` objects differs between the ranks
+            that did not join.
         CollectiveError: a rank was lost.
     """
     rows = group.all_gather_object({what: _hash(value) for what, value in parts.items()})

@@ -1,16 +1,17 @@
-"""Let replacements of lost ranks join the other ranks at the end of a step.
+"""Let new ranks join the training ranks at the end of a step.
 
-[Note: the step at which ranks join] The launcher publishes an epoch with `joins`. The training
-ranks see the epoch at different times, but must leave the groups of their step together. Under
-`--on-loss replace`, each step therefore ends with an all-reduce instead of a barrier. The
-all-reduce computes the minimum, over all ranks, of the newest such epoch that each rank has seen.
-If the minimum is newer than the current epoch, all ranks have seen that epoch, and they enter it.
-No work is lost, because all ranks have finished the step. After the last step, no rank enters
-another epoch, and the launcher dismisses the ranks that are waiting to join. If an admitted rank
-dies before the rendezvous, the other ranks enter an epoch without it in the same way.
+[Note: the step at which ranks join] The launcher publishes an epoch whose `joins` field lists the
+joining ranks. The training ranks receive the epoch at different times, but must leave the groups of
+their step together. Under `--on-loss replace`, each step therefore ends with an all-reduce instead
+of a barrier. The all-reduce computes the minimum, over all ranks, of the newest such epoch that
+each rank has received. If the minimum is newer than the current epoch, all ranks have received that
+epoch, and they enter it. No work is lost, because all ranks have finished the step. After the last
+step, no rank enters another epoch, and the launcher dismisses the ranks that are waiting to join.
+If an admitted rank dies before the rendezvous, the other ranks enter an epoch without it in the
+same way.
 
 A joining rank has no state to offer at the rendezvous of the epoch's ranks. If a rank dies during
-the rendezvous or while the state is being sent, the loss is handled like any other: the launcher
+the rendezvous or while the state is being sent, the loss is handled like any other. The launcher
 publishes a newer epoch, in which a rank without the state still joins.
 """
 
@@ -39,7 +40,7 @@ class JoinDue(CollectiveError):  # noqa: N818 -- not an error that a user sees
 
 
 class Joins:
-    """The newest epoch to enter at the end of a step, as seen by this rank.
+    """The newest epoch that this rank is to enter at the end of a step.
 
     Args:
         is_on: True if the launcher replaces lost ranks.
@@ -54,11 +55,11 @@ class Joins:
         self._newest = 0
 
     def is_orderly(self, epoch: Epoch) -> bool:
-        """Return whether this rank enters a new epoch at the end of a step rather than at once.
+        """Return whether this rank enters a new epoch at the end of a step, not immediately.
 
-        It can finish the step, which needs only ranks that are still running. If this rank is
-        entering the rendezvous of an earlier epoch at the same time, it detects the new epoch
-        there.
+        If so, this rank can finish the step, because all ranks that the step needs are still
+        running. A rank that is entering the rendezvous of an earlier epoch detects the new epoch at
+        that rendezvous.
         """
         return bool(epoch.joins) or epoch.withdraws > self.entered
 
@@ -71,10 +72,11 @@ class Joins:
 
         Args:
             group: the ranks of the current epoch.
-            number: the number of that epoch.
+            number: the number of the current epoch.
 
         Returns:
-            The number of the epoch to enter next, which is the same on all ranks; 0 for none.
+            The number of the epoch to enter next, which is the same on all ranks; 0 if there is
+            none.
         """
         if not self.is_on:
             group.barrier()
@@ -94,15 +96,15 @@ class Joins:
 
 
 def is_newcomer(row: Mapping[str, Any]) -> bool:
-    """Return whether a rank joins without the state, given its row from the rendezvous."""
+    """Return whether a rank joins without the training state, given the values that it sent."""
     return bool(row.get("joins"))
 
 
 def places_of(rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
-    """Return the rank that sends the state in a new world, and the ranks that receive it.
+    """Return the group rank that sends the state in a new world, and those that receive it.
 
     Raises:
-        CollectiveError: no rank has the state.
+        CollectiveError: no rank has the training state.
     """
     newcomers = [place for place, row in enumerate(rows) if is_newcomer(row)]
     source = next((place for place in range(len(rows)) if place not in newcomers), None)
@@ -112,10 +114,10 @@ def places_of(rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
 
 
 def wait_until_admitted(epochs: Epochs, timeout_s: float = ADMITTED_S) -> Epoch:
-    """Wait for an epoch that includes this rank, and return it; if dismissed, exit with code 0.
+    """Wait for an epoch that includes this rank, and return it; exit with code 0 if dismissed.
 
     Raises:
-        StoreTimeoutError: no such epoch was published within `timeout_s`.
+        StoreTimeoutError: no such epoch was published within `timeout_s` seconds.
         StoreError: the store cannot be reached.
     """
     own = runtime.own_rank()

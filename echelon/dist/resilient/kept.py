@@ -1,7 +1,7 @@
-"""Keep a copy of a rank's training state at the start of a step, in the rank's own memory.
+"""Store a copy of a rank's training state at the start of a step, in the rank's own memory.
 
 Tensors are copied into memory that is reused in every step. Their values are restored in place, so
-the model, the optimizer and the caller keep the same parameter objects.
+the model, the optimizer and the caller retain the same parameter objects.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Stateful(Protocol):
 
 
 class KeptState:
-    """The state of a model, its optimizer and the random number generators at one point in time.
+    """A copy of the state of a model, its optimizer and the random number generators.
 
     The copy needs as much memory as the parameters, the buffers and the optimizer's state. The
     shards of a sharded model and their optimizer state are excluded; see `sharded.ShardedState`.
 
     Args:
-        model: the model. Parameters that are not sharded are replicated on all ranks.
+        model: the model. Parameters that are not sharded must be replicated on all ranks.
         optimizer: the optimizer of the model's parameters.
         also: other objects whose state the steps change.
     """
@@ -97,7 +97,7 @@ class KeptState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the kept state in place, and discard the gradients. Local."""
+        """Restore the stored state in place, and discard the gradients. Local."""
         for values, before in self._owned:  # a step may have assigned other tensors
             values.clear()
             values.update(before)
@@ -167,10 +167,11 @@ class KeptState:
         }
 
     def fill(self, contents: dict[str, Any]) -> None:
-        """Adopt the state that another rank kept; `restore` then makes it this rank's live state.
+        """Adopt another rank's stored state, which `restore` then makes this rank's live state.
 
         Raises:
-            ValueError: this rank's model, optimizer or `also` does not match the other rank's.
+            ValueError: this rank's model, optimizer or `also` objects do not match those of the
+                other rank.
         """
         self.keep()  # what is there to be restored
         names = self._names()
@@ -236,7 +237,7 @@ class KeptState:
         ]
 
     def _names(self) -> dict[int, str]:
-        """Return a name for each tensor, keyed by its id."""
+        """Return a name for each tensor, keyed by the tensor's id()."""
         names = {id(one): f"parameter {at}" for at, one in enumerate(self._trained())}
         for prefix, module in reversed(list(self._model.named_modules())):
             for values in (module._parameters, module._buffers):
@@ -246,7 +247,7 @@ class KeptState:
         return names
 
     def drop(self) -> None:
-        """Release the copies, which are not needed once this rank is the only one left."""
+        """Release all copies. Call this if no other rank is left, or after the last step."""
         self._tensors.clear()
         self._trains.clear()
         self._modes.clear()
@@ -272,7 +273,7 @@ class KeptState:
 
 
 def _beside(parameter: torch.Tensor, value: Any) -> Any:
-    """Return an optimizer value, moved to the parameter's device unless it is a 0-dim tensor."""
+    """Return an optimizer state value, moved to the parameter's device if it has dimensions."""
     on_device = isinstance(value, torch.Tensor) and value.dim() > 0
     return value.to(parameter.device) if on_device else value
 
@@ -282,7 +283,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _copied(value: Any, place: Any) -> Any:
-    """Return a copy of a value; reuse the tensor `place` if its shape, dtype and device match."""
+    """Return a copy of a value; reuse the tensor `place` if shape, dtype and device match."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     is_alike = (

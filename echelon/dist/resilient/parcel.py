@@ -57,7 +57,7 @@ class Parcel:
 
     @classmethod
     def to_fill(cls, head: bytes) -> Self:
-        """Return a parcel with uninitialized tensors of the dtypes and shapes in its head.
+        """Return a parcel with uninitialized tensors of the dtypes and shapes listed in `head`.
 
         Raises:
             ValueError: `head` is not the head of a parcel.
@@ -66,20 +66,20 @@ class Parcel:
         return cls(head, [torch.empty(shape, dtype=dtype_named(dtype)) for dtype, shape in kinds])
 
     def contents(self) -> dict[str, Any]:
-        """Decode and return the tree of values, which uses the parcel's tensors without a copy."""
+        """Decode and return the tree of values, whose tensors share the parcel's memory."""
         tree = unpack(self.head)["tree"]
         return {name: _rebuilt(told, self.tensors) for name, told in tree.items()}
 
 
 class _Packing:
-    """An encoder of values that collects the tensors among them."""
+    """An encoder of values that also collects the tensors in them."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self._places: dict[int, int] = {}  # by the tensor's id
 
     def told(self, value: Any, where: str) -> Any:
-        """Return the encoded form of a value; `where` names the value in errors."""
+        """Return the encoded form of a value; `where` names the value in error messages."""
         kind = type(value)
         if kind in _PLAIN:
             return value

@@ -1,4 +1,4 @@
-"""Protect one call per process against the loss of ranks, if the launcher supports this."""
+"""Protect one training call per process from rank loss, under a launcher that supports this."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _is_claimed = False  # by a protected call of this process
 
 
 def is_protected(group: ProcessGroup, call: str) -> bool:
-    """Return whether training survives the loss of a rank; warn if the launcher prevents it.
+    """Return whether training survives the loss of a rank; warn if the job does not allow this.
 
-    Only the first rank warns. A world of one rank is protected only if other ranks may join it.
+    Only rank 0 issues the warning. A world of one rank is protected only if other ranks can join
+    it.
 
     Args:
         group: the world.
-        call: the name of the function that trains, for the warning.
+        call: the name of the calling function, for the warning and the error text.
 
     Raises:
         ValueError: a protected call was already made in this process.
@@ -58,7 +59,7 @@ def _may_be_joined() -> bool:
 
 @contextlib.contextmanager
 def listening(joins: Joins) -> Iterator[None]:
-    """Watch for new epochs within the context, and end the groups of each replaced world."""
+    """Watch for new epochs in the `with` block, and end the groups of each world after a loss."""
     runtime.expect_epochs()
     take = functools.partial(_take_news, joins)
     with News(runtime.job_store(), take, runtime.join_after() or 0):
@@ -66,7 +67,7 @@ def listening(joins: Joins) -> Iterator[None]:
 
 
 def _take_news(joins: Joins, epoch: Epoch) -> None:
-    """End the groups of all older worlds if a new epoch follows a loss. Runs on its own thread."""
+    """End the groups of all older worlds if a new epoch follows a loss. Runs on `News`'s thread."""
     if epoch.left or epoch.dismissed:
         return  # only ranks that miss the one which left have failed
     if joins.is_orderly(epoch):

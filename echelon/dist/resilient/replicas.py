@@ -13,7 +13,7 @@ class Replicas:
     Args:
         initial: the number of replicas at the start.
         number_for: the program's function, which returns the number of replicas for a given number
-            of ranks. None means `initial`, or the next lower number that divides the number of
+            of ranks. None means the highest number up to `initial` that divides the number of
             ranks.
 
     Attributes:
@@ -30,14 +30,15 @@ class Replicas:
         self._number_for = number_for
 
     def check(self, size: int) -> None:
-        """Check the program's function for every number of ranks that may remain.
+        """Check the program's function for every number of ranks that can remain.
 
         Args:
             size: the number of ranks at the start.
 
         Raises:
-            ValueError: for `size` ranks, the function does not return the model's current number of
-                replicas; or for fewer ranks, its result does not divide the number of ranks.
+            ValueError: the function does not return the model's current number of replicas for
+                `size` ranks, or its result for a smaller number of ranks does not divide that
+                number.
         """
         found = [self.number(left) for left in range(1, size + 1)][-1]
         if found != self.initial:
@@ -63,10 +64,11 @@ class Replicas:
         return found
 
     def agreed_number(self, group: ProcessGroup) -> int:
-        """Return the number of replicas for a world, after comparing it on all ranks. Collective.
+        """Return the number of replicas for a world; check that all ranks agree. Collective.
 
         Raises:
-            ValueError: the program's function returned different numbers on different ranks.
+            ValueError: the program's function returned an invalid number, or different numbers on
+                different ranks.
             CollectiveError: a rank was lost.
         """
         found = self.number(group.size)

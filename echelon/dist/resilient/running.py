@@ -45,39 +45,40 @@ def run(
     restarted. With gradients that do not depend on the number of ranks
     (`echelon.train.same_bits.SameBits`), the result is bitwise identical to that of a run without
     losses. Under `--on-loss replace`, a new process also replaces each lost rank at the end of a
-    step: it calls this function like any other rank, receives the state, and only then calls
-    `prepare`. Under other launchers or settings, `run` warns and trains without this protection.
+    step. The new process calls this function like any other rank, receives the state, and only then
+    calls `prepare`. Under other launchers or settings, `run` warns and trains without this
+    protection.
 
     Every rank must call `run` after `echelon.dist.init`. Each step ends with a barrier. Each rank
     copies the training state once per step, and the copy takes as much memory as the state itself.
-    For a sharded model, each rank keeps the copies of the last two steps; on several hosts, it also
-    keeps copies of other ranks' shards.
+    For a sharded model, each rank stores the copies of the last two steps. On several hosts, each
+    rank also stores copies of other ranks' shards.
 
     Args:
         prepare: creates all objects that depend on the current ranks (groups, meshes, `SameBits`),
             and returns a function that computes one step, given the step's number. `prepare` is
-            called at the start, and again after each loss and each join, once all earlier groups
-            are closed. The function that it returns must change only the model, the optimizer,
-            `also` and the random number generators. It must not use gradients from an earlier step,
-            and must not catch CollectiveError.
-        model: the model. Every rank must hold all of it, or `fully_shard` must have sharded it
-            across all ranks of the world, with or without replicas. After each loss and each join,
-            a sharded model is sharded again, across the ranks of the new world. Modules and
-            parameters stay the same objects. For a pipeline, use `run_pipeline`.
+            called at the start, and again after each loss and each join, after all earlier groups
+            have been closed. The function that it returns must change only the model, the
+            optimizer, `also` and the random number generators. It must not use gradients from an
+            earlier step, and must not catch CollectiveError.
+        model: the model. Every rank must hold the whole model, or `fully_shard` must have sharded
+            the model across all ranks of the world, with or without replicas. After each loss and
+            each join, a sharded model is sharded again, across the ranks of the new world. Modules
+            and parameters stay the same objects. For a pipeline, use `run_pipeline`.
         optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.
         first: the number of the first step.
         also: schedules, averages and other objects whose state the steps change.
-        on_commit: called once per step on each rank, with the step's number and result, once a
-            loss can no longer undo the step. For a sharded model, the call is one step later. It
-            must not call collectives.
-        from_checkpoint: called for a sharded model if all copies of a shard are lost. It loads the
-            newest checkpoint into `model`, `optimizer` and `also`, and returns the number of the
-            first step to train. All steps from there on are trained and committed again.
-            Collective.
+        on_commit: called once per step on each rank, with the step's number and result, when a loss
+            can no longer undo the step. For a sharded model, this is at least one step later, or
+            after the last step. The function must not call collectives.
+        from_checkpoint: called for a sharded model if all copies of a shard are lost. The function
+            loads the newest checkpoint into `model`, `optimizer` and `also`, and returns the number
+            of the first step to train. This step and all later steps are trained and committed
+            again. Collective.
         num_replicas: for a sharded model, returns the number of its replicas, given the number of
-            ranks. The result must divide the number of ranks. None means as many as at the start,
-            or the next lower number that divides the number of ranks.
+            ranks. The result must divide the number of ranks. None means the highest number, up to
+            the number at the start, that divides the number of ranks.
 
     Raises:
         ValueError: `echelon.dist.init` was not called, `model` can be neither copied nor restored,

@@ -33,30 +33,31 @@ def run_pipeline(
     repeat the step. Their processes are not restarted. With gradients that do not depend on the
     layout (`echelon.train.same_bits.SameBitsPipeline`), the result is bitwise identical to that of
     a run without losses. Under `--on-loss replace`, a new process also replaces each lost rank at
-    the end of a step: it calls this function like any other rank, and builds its stages when the
-    other ranks rebuild theirs. Under other launchers or settings, `run_pipeline` warns and trains
-    without this protection.
+    the end of a step. The new process calls this function like any other rank, and builds its
+    stages when the other ranks rebuild theirs. Under other launchers or settings, `run_pipeline`
+    warns and trains without this protection.
 
     Every rank must call `run_pipeline` after `echelon.dist.init`. Each step ends with a barrier.
-    Each rank keeps copies of the last two states of its stages. On several hosts, it also keeps
-    copies of other ranks' stages.
+    Each rank stores copies of the last two states of its stages. On several hosts, each rank also
+    stores copies of other ranks' stages.
 
     Args:
         build: creates all training objects: groups, stages, pipeline, optimizer, schedules. It is
-            called at the start, and again after each loss and each join, once all earlier groups
-            are closed. In every world, the stages of all ranks must form the same whole model, with
-            the same names (see `echelon.dist.pipeline.split`), whether they are replicated or
-            sharded. Their initial values matter only at the start: afterwards, the parameters,
-            buffers, optimizer state and settings, `also` and the RNG states are restored.
+            called at the start, and again after each loss and each join, after all earlier groups
+            have been closed. In every world, the stages of all ranks must form the same whole
+            model, with the same names (see `echelon.dist.pipeline.split`), whether they are
+            replicated or sharded. The stages' initial values matter only at the start. In later
+            worlds, the parameters, buffers, optimizer state and settings, `also` and the RNG states
+            are restored.
         total: the number of the last step, plus one.
         first: the number of the first step.
-        on_commit: called once per step on each rank, with the step's number and result, once a
-            loss can no longer undo the step: one step later, or after the last step. It must not
-            call collectives.
+        on_commit: called once per step on each rank, with the step's number and result, when a loss
+            can no longer undo the step. This is at least one step later, or after the last step.
+            The function must not call collectives.
         from_checkpoint: called if all copies of a stage are lost, with the objects that `build`
-            returned for the remaining ranks. It loads the newest checkpoint into these objects, and
-            returns the number of the first step to train. All steps from there on are trained and
-            committed again. Collective.
+            returned for the remaining ranks. The function loads the newest checkpoint into these
+            objects, and returns the number of the first step to train. This step and all later
+            steps are trained and committed again. Collective.
 
     Returns:
         The result of `build` for the last world, with the trained pipeline.

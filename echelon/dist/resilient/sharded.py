@@ -1,6 +1,6 @@
-"""Keep the state of a sharded model so that it survives the loss of ranks.
+"""Store the state of a sharded model so that it survives the loss of ranks.
 
-Each rank keeps its own copy of the state that is equal on all ranks (buffers, parameters that are
+Each rank stores its own copy of the state that is equal on all ranks (buffers, parameters that are
 not sharded, schedules), and of its RNG states. Each rank copies its shards into memory that
 outlives the rank; see `copied.py`.
 """
@@ -37,8 +37,8 @@ class ShardedState(CopiedState):
         model: the model.
         optimizer: the optimizer of the model's parameters.
         also: other objects whose state the steps change. Their state must be equal on all ranks.
-        replicas: the number of replicas of the model in each world; None means as many as now, or
-            the next lower number that divides the number of ranks.
+        replicas: determines the number of replicas of the model in each world. None means the
+            highest number, up to the current number, that divides the number of ranks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ShardedState(CopiedState):
 
     @property
     def num_bytes(self) -> int:
-        """The size of all copies that this rank keeps, in bytes."""
+        """The size of all copies that this rank stores, in bytes."""
         rest = sum(one.num_bytes for one in self._rest)
         return rest + sum(one.num_bytes for one in self._worlds)
 
@@ -85,18 +85,18 @@ class ShardedState(CopiedState):
         return ShardsWriter(parts, self._optimizer, exposed=exposed_storages([self._model], parts))
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of the groups that the sharded model has made in this world."""
+        """Set the timeout of the groups that the sharded model has created in this world."""
         for unit in units_of(self._model):
             for group in driver_of(unit).groups():
                 group.timeout_s = timeout_s
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that state that several ranks hold is equal on them. Collective.
+        """Check that any state that several ranks hold is identical on these ranks. Collective.
 
-        This state is everything that is not sharded, and the replicas of each shard.
+        This state consists of everything that is not sharded, and the replicas of each shard.
 
         Raises:
-            ValueError: a part differs between ranks, or cannot be compared.
+            ValueError: a part of this state differs between ranks, or cannot be compared.
         """
         mine = {what: digest(value) for what, value in self._rest[self._at].parts().items()}
         rows, shards_rows = zip(*group.all_gather_object((mine, self._digests())), strict=True)
@@ -122,10 +122,10 @@ class ShardedState(CopiedState):
     # ---- after a loss ----
 
     def restore_rest(self, step: int | None) -> None:
-        """Restore the unsharded state that this rank kept. Local.
+        """Restore the unsharded state that this rank has stored. Local.
 
         Args:
-            step: a step for which this rank has kept the state; None means the newest one.
+            step: a step for which this rank has stored the state; None means the newest one.
         """
         if step is not None:
             self._at = self._rest_steps.index(step)
@@ -154,7 +154,7 @@ class ShardedState(CopiedState):
     # ---- when a rank joins ----
 
     def contents(self) -> dict[str, Any]:
-        """Return the state that a joining rank needs besides the shards; see `fill`. Local."""
+        """Return the state, other than the shards, that a joining rank needs; see `fill`. Local."""
         return {
             **self._rest[self._at].contents(),
             "sharding": self._sharding(),
@@ -162,14 +162,14 @@ class ShardedState(CopiedState):
         }
 
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Adopt the unsharded state received from another rank. Local.
+        """Adopt the unsharded state that another rank sent. Local.
 
         Args:
-            step: the step at whose start the other rank kept this state.
+            step: the step at whose start the other rank stored this state.
 
         Raises:
-            ValueError: the model, its sharding, the optimizer or `also` does not match that of the
-                other rank.
+            ValueError: the model, its sharding, the optimizer or the `also` objects do not match
+                those of the other rank.
         """
         if contents["sharding"] != self._sharding():
             raise ValueError("the model is sharded differently from the other ranks' models")
@@ -182,7 +182,7 @@ class ShardedState(CopiedState):
         self._rest_steps[self._at] = step
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state that a joining rank has received, keyed by description."""
+        """Return the state that a joining rank receives, keyed by description, for comparison."""
         return self._rest[self._at].joined_parts()
 
     def _units(self) -> list[Unit]:
@@ -216,7 +216,7 @@ class ShardedState(CopiedState):
         self._forget_shards(group)
 
     def restore(self) -> None:
-        """Restore the last state kept in this world, and discard the gradients. Local."""
+        """Restore the newest state stored in this world, and discard the gradients. Local."""
         reshard(self._model)
         self._rest[self._at].restore()
         self._sync_as_kept()
@@ -242,7 +242,7 @@ class ShardedState(CopiedState):
         self._note_near_sizes(group)
 
     def _note_near_sizes(self, group: ProcessGroup) -> None:
-        """Warn once per `reshard_after_forward` that does not divide the number of ranks."""
+        """Warn once about each `reshard_after_forward` that does not divide the number of ranks."""
         for unit in units_of(self._model):
             size = unit.flats[0].group.size if unit.flats else 0
             if unit.near_size and size % unit.near_size and unit.near_size not in self._noted:
@@ -258,7 +258,7 @@ class ShardedState(CopiedState):
 
 
 def num_replicas_of(model: nn.Module) -> int:
-    """Return the number of replicas of a sharded model; 1 if it is not sharded."""
+    """Return the number of replicas of a sharded model; 1 if the model is not sharded."""
     for unit in units_of(model):
         replicas = driver_of(unit).replicas
         return 1 if replicas is None else replicas.size

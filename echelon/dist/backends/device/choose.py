@@ -48,11 +48,11 @@ def create(
         members: the members of the group, and the device of this rank.
         store: a view of the store reserved for the engine.
         host: the name of the backend for host arrays.
-        deadline_s: the deadline on the monotonic clock.
+        deadline_s: the deadline on the monotonic clock, in seconds.
         is_staged: whether arrays must be staged through host memory.
 
     Raises:
-        ValueError: a rank cannot transfer arrays from its device.
+        ValueError: some rank cannot transfer arrays from its device.
         CollectiveTimeoutError: some members did not call this function by `deadline_s`.
     """
     name = "" if is_staged else registry.for_device(members.device)[0]

@@ -17,7 +17,7 @@ from echelon.dist.backends.device.runtime import DeviceRuntime
 class Communicator(Protocol):
     """A communicator of the library.
 
-    During a call, other threads may call only `revoke`.
+    During a call, other threads must not call any method except `revoke`.
     """
 
     def launch(
@@ -25,7 +25,7 @@ class Communicator(Protocol):
     ) -> None:
         """Queue one of the library's operations on a stream.
 
-        The first call of each kind may block the host until all members have made the same call.
+        The first call of each kind can block the host until all members have made the same call.
 
         Args:
             kind: all_reduce, reduce, all_gather, reduce_scatter, broadcast, send or recv.
@@ -37,12 +37,12 @@ class Communicator(Protocol):
         """
 
     def failure(self) -> str:
-        """Return the error that the library has detected, or ""."""
+        """Return the error that the library has detected, or "" if there is none."""
 
     def revoke(self) -> bool:
         """Abort running and blocked operations without freeing anything.
 
-        This method may be called during another call.
+        This method can be called during another call.
 
         Returns:
             False if the library does not support revoking.
@@ -52,7 +52,7 @@ class Communicator(Protocol):
         """Abort running operations and free the communicator."""
 
     def destroy(self) -> None:
-        """Free an idle communicator. The call may block until the other members do the same."""
+        """Free an idle communicator; possibly block until the other members free theirs too."""
 
 
 class DeviceLibrary(DeviceRuntime, ABC):

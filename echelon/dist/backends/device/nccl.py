@@ -44,7 +44,8 @@ def not_ready() -> str:
 def versions() -> str:
     """Return the versions of torch's NCCL and of the packages that the backend needs.
 
-    If a process loads two NCCL libraries, both torch and the backend use the first one.
+    If a process loads two NCCL libraries, both torch and the backend use the library that was
+    loaded first.
     """
     found = []
     with contextlib.suppress(Exception):  # a torch without NCCL
@@ -63,7 +64,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
     none is set, the GPU given by LOCAL_RANK.
 
     Raises:
-        CollectiveTimeoutError: some members did not call this function within `timeout_s`.
+        CollectiveTimeoutError: some members did not call this function within `timeout_s` seconds.
         nccl.core.NCCLError: NCCL reported an error.
     """
     library = NcclLibrary()
@@ -145,7 +146,7 @@ class NcclCommunicator:
             nccl.recv(target, peer, **on)
 
     def failure(self) -> str:
-        """Return the error that NCCL has detected, or ""."""
+        """Return the error that NCCL has detected, or "" if there is none."""
         result = self._communicator.get_async_error()
         if int(result) in (_SUCCESS, _IN_PROGRESS):
             return ""
@@ -153,7 +154,7 @@ class NcclCommunicator:
         return f"{result!s}: {said}" if said else str(result)
 
     def revoke(self) -> bool:
-        """Abort running and blocked operations. Requires NCCL 2.29 or later."""
+        """Abort running and blocked operations. This requires NCCL 2.29 or later."""
         revoke = getattr(self._communicator, "revoke", None)
         if revoke is None:
             return False
@@ -165,5 +166,5 @@ class NcclCommunicator:
         self._communicator.abort()
 
     def destroy(self) -> None:
-        """Free the communicator. The call may block until the members on this host do the same."""
+        """Free the communicator; possibly block until the members on this host free theirs too."""
         self._communicator.destroy()

@@ -25,11 +25,12 @@ class DevicePending:
     The object keeps the arrays alive until the device has completed the operation.
 
     Attributes:
-        operation: the user's operation; None once the device has completed it.
+        operation: the user's operation; None after the device has completed it.
         index: the device index.
         is_detached: whether the caller's streams continue without waiting for the operation.
         tensors: the flat source and target tensors; None where the operation has no such array.
-        is_launched: an event that is set once the operation is on the stream or has failed.
+        is_launched: an event that is set when the operation has been queued on the stream or has
+            failed.
     """
 
     def __init__(
@@ -41,13 +42,15 @@ class DevicePending:
         callers: Sequence[Any],
         failure: Callable[[], str],
     ) -> None:
-        """Record the current position in the caller's streams. The device must be current.
+        """Record the current position in the caller's streams.
+
+        The operation's device must be the current device.
 
         Args:
             index: the device index.
             callers: the streams on which the caller uses the arrays, beginning with the current
                 stream.
-            failure: a function that returns the library's error, or "".
+            failure: a function that returns the library's error, or "" if there is none.
         """
         self._runtime = runtime
         self.operation: Operation | None = operation
@@ -70,9 +73,9 @@ class DevicePending:
     # ---- launching, by the engine ----
 
     def begin(self, stream: Any, clock: DeviceClock) -> None:
-        """Make a stream wait for the caller's streams, and record the start event on it.
+        """Make a stream wait for the caller's streams, and record the start event on the stream.
 
-        The operation's device must be current.
+        The operation's device must be the current device.
         """
         for event in self._ready:
             stream.wait_event(event)
@@ -88,7 +91,7 @@ class DevicePending:
         self.is_launched.set()
 
     def fail(self, error: BaseException) -> None:
-        """Record that the operation failed; only the first error is kept."""
+        """Record that the operation failed; only the first error is retained."""
         if self._error is None and not self._ended_mono_ns:
             self._error = error
         self.is_launched.set()
@@ -97,7 +100,7 @@ class DevicePending:
     def is_over(self) -> bool:
         """True once the operation has ended, including its work on the device.
 
-        Reading the property may query the device.
+        Reading this property can query the device.
         """
         return self.done and (self._ended_mono_ns != 0 or self.is_at_rest)
 
@@ -127,7 +130,7 @@ class DevicePending:
 
     @property
     def started_mono_ns(self) -> int:
-        """The monotonic time at which the device started the operation.
+        """The monotonic time at which the device started the operation, in nanoseconds.
 
         The value is 0 until the operation ends.
         """
@@ -135,14 +138,17 @@ class DevicePending:
 
     @property
     def ended_mono_ns(self) -> int:
-        """The monotonic time at which the operation ended, or 0 while it is running."""
+        """The monotonic time when the operation ended, in nanoseconds; 0 while it is running."""
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until the operation is queued, and make the caller's streams wait for it.
 
-        The first operation on a group may block until the other ranks have issued it too. For a
+        The first operation on a group can block until the other ranks have also issued it. For a
         detached operation, the method returns immediately.
+
+        Returns:
+            False if `timeout_s` seconds passed before the operation was queued.
         """
         if self.is_detached:  # made from a copy, and no result comes of it
             return True

@@ -29,7 +29,7 @@ class DeviceRuntime:
         return getattr(self.torch, self.device)
 
     def identity(self, index: int) -> str:
-        """Return a name for a device that is the same in every process."""
+        """Return a device name that is the same in every process."""
         host = host_identity()["boot"]
         properties = self.accelerator.get_device_properties(index)
         number = getattr(properties, "uuid", None) or index
@@ -84,7 +84,7 @@ class DeviceRuntime:
     def has_happened(self, event: Any) -> bool:
         """Return whether an event has occurred.
 
-        During a capture, the result is False, because queries are forbidden.
+        During a graph capture, the result is False, because queries are forbidden.
         """
         if self.is_capturing():
             return False

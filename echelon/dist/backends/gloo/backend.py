@@ -1,11 +1,11 @@
 """Provide the gloo backend: collectives and messages over TCP, with PyTorch's build of Gloo.
 
     all_reduce of float32/64, int32/64     Gloo's own ring, except for rank-ordered sums and for min
-                                           and max of floats (which may lose a NaN)
+                                           and max of floats (which can lose a NaN)
     other sums                             all_to_all of shards, summed here in rank order with
                                            float32 accumulation, then all_gather: 2 n bytes per rank
     reduce_scatter                         all_to_all of shards, summed here: n bytes per rank
-                                           (Gloo's own performs a full all_reduce)
+                                           (Gloo's version performs a full all_reduce)
     reduce                                 reduce_scatter, then gather
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
 
@@ -64,7 +64,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine
     """Create the engine for a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: some members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
     """
     return GlooEngine(members, store, timeout_s)
 
@@ -80,11 +80,11 @@ class GlooEngine(HostEngine):
         """Connect the members.
 
         Args:
-            is_step: whether this engine carries out steps for another engine. It then neither
-                compares calls nor transfers messages.
+            is_step: whether this engine carries out steps for another engine. If so, this engine
+                neither compares calls nor transfers messages.
 
         Raises:
-            CollectiveTimeoutError: some members did not join within `timeout_s`.
+            CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
             CollectiveError: this host cannot be reached at its own address.
         """
         super().__init__(members)
@@ -158,7 +158,7 @@ class GlooEngine(HostEngine):
         return self._transport.all_gather(out, data)
 
     def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
-        """Start swapping `data` with the only other member; see `Transport.swap`."""
+        """Start an exchange of `data` with the only other member; see `Transport.swap`."""
         return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
 
     def finish(self, watch: Watch, work: Any) -> None:
@@ -206,9 +206,9 @@ class GlooEngine(HostEngine):
         np.copyto(data, whole.reshape(-1)[: len(data)])
 
     def _all_reduce_of_two(self, operation: Operation, watch: Watch, data: Flat) -> None:
-        """Reduce one half of the data on each rank, and swap the results.
+        """Reduce one half of the data on each of two ranks, and swap the results.
 
-        Small arrays are not split: both ranks reduce the whole array.
+        Small arrays are not split. Both ranks then reduce the whole array.
         """
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]
@@ -356,7 +356,7 @@ def _array(data: Flat | None) -> Flat:
 
 
 def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float) -> Sockets:
-    """Listen for messages, and publish this rank's address to the other members."""
+    """Listen for message connections, and exchange addresses with the other members."""
     try:
         sockets = Sockets(members.rank, address)
     except OSError as err:

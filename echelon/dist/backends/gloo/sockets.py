@@ -4,8 +4,9 @@ Gloo's sends and receives cannot be polled or interrupted, and they do not repor
 Messages therefore have their own connections, which are opened on demand. Each connection transfers
 data in one direction only, so closing it never discards bytes in flight.
 
-A connection begins with 40 bytes from the sender: its rank, and a digest of a secret that the group
-shares through its store. The digest keeps other programs out, but the data is not encrypted.
+A connection begins with 40 bytes from the sender, including its rank and a digest of a secret that
+the group shares through its store. The digest keeps other programs out, but the data is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Out:
 class Sockets:
     """One rank's byte streams to and from the other ranks of a group.
 
-    Only one thread may use the streams, but `wake` and `has_unread` may be called on any thread.
+    Only one thread is allowed to use the streams, but any thread can call `wake` and `has_unread`.
     """
 
     slice_s = 5.0
@@ -124,7 +125,7 @@ class Sockets:
                 one.close()
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until a connection can be read or written; return the peers to read from."""
+        """Block until a connection is ready or the timeout expires; return the readable peers."""
         readable = []
         if self._ending:
             timeout_s = min(timeout_s, _READ_ON_S / 4)
@@ -192,9 +193,9 @@ class Sockets:
             return False
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Write as many bytes as the connection accepts; return how many were written.
+        """Write as many bytes as the connection accepts; return the number of bytes written.
 
-        If the connection has ended, `broken` reports it.
+        If the connection has ended, `broken` reports the end.
 
         Raises:
             StreamBroken: the connections to this peer were dropped.
@@ -260,7 +261,8 @@ class Sockets:
     def _identify(self, fd: int) -> list[int]:
         """Read a new connection's greeting.
 
-        Return [peer] if the peer has been identified, otherwise [].
+        Returns:
+            [peer] if the peer has been identified, otherwise [].
         """
         made, hello = self._strangers[fd]
         try:
@@ -337,7 +339,7 @@ def _hello(secret: bytes, sender: int, receiver: int) -> bytes:
 
 
 def _end_of(one: socket.socket) -> str:
-    """Return the reason a write-only connection has ended, or "" if it has not."""
+    """Return the reason a write-only connection has ended, or "" if the connection is open."""
     try:
         return "the peer sent unexpected bytes" if one.recv(1) else "the peer closed the connection"
     except _NOT_NOW:

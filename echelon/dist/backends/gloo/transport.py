@@ -118,7 +118,7 @@ class _Swapper:
         return swap
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread once it has finished all submitted swaps."""
+        """Stop the thread after all submitted swaps; wait at most `timeout_s` seconds."""
         self._swaps.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -174,8 +174,9 @@ class Transport:
     def break_off(self) -> None:
         """Close the connections at both ends, even while operations are waiting on them.
 
-        Gloo has no call for this, but a receive that times out closes all connections. The Gloo
-        object is never destroyed afterwards, because its destructor might block indefinitely.
+        Gloo has no function for this purpose, but a receive that times out closes all connections.
+        The Gloo object is never destroyed afterwards, because its destructor might block
+        indefinitely.
         """
         made = self._made
         self.keep()
@@ -185,7 +186,7 @@ class Transport:
                 made.recv([nothing], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def keep(self) -> None:
-        """Keep Gloo's object alive, because its destructor waits for threads that may never end."""
+        """Keep Gloo's object alive, because its destructor could block forever."""
         made, self._made = self._made, None
         if made is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
@@ -266,7 +267,7 @@ class Transport:
 
 
 def tensor(data: Flat) -> Any:
-    """View an array, which may be read-only, as a tensor of bytes."""
+    """View an array as a tensor of bytes. The array can be read-only."""
     raw = data.view(np.uint8)
     if not raw.flags.writeable and raw.size:
         window: Any = (ctypes.c_uint8 * raw.size).from_address(raw.ctypes.data)

@@ -48,7 +48,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
 
     Raises:
         ValueError: the members do not run on one host, or no engine can run on this platform.
-        CollectiveTimeoutError: some members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
     """
     reason = not_ready()
     if reason:

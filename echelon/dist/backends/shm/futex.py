@@ -1,4 +1,4 @@
-"""Sleep on a word in shared memory, and wake the threads that sleep on it (futex(2)).
+"""Sleep on a word in shared memory, and wake threads that sleep on a word, with futex(2).
 
 The C library has no futex wrapper, so ctypes makes the system call. The GIL is released during the
 call.
@@ -26,14 +26,14 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """Return whether the number of the futex system call is known for this machine."""
+    """Return whether the futex system call's number on this machine is known."""
     return _syscall is not None
 
 
 def wait(address: int, expected: int, timeout_s: float) -> None:
-    """Sleep for at most `timeout_s` while the u32 at `address` equals `expected`.
+    """Sleep for at most `timeout_s` seconds while the u32 at `address` equals `expected`.
 
-    The call may return early.
+    The call can return early.
     """
     assert _syscall is not None
     limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
@@ -72,7 +72,10 @@ class Words(Protocol):
 
 
 def publish(shared: Words, word: int, value: int, wakes: bool) -> None:
-    """Store a word after all earlier stores; if `wakes`, wake the threads that sleep on it."""
+    """Store a word after all earlier stores.
+
+    If `wakes` is True, wake the threads that sleep on the word.
+    """
     address = shared.address(word)
     if not STORES_STAY_IN_ORDER:
         wake(address)  # for its barrier: the data must be seen before the word

@@ -52,8 +52,8 @@ class Handover:
             pidfd: this process's pidfd if pidfds are exchanged.
 
         Returns:
-            The ranks that did not connect by the deadline, and the other ranks' pidfds, keyed by
-                group rank.
+            The ranks that did not connect before the deadline, and the other ranks' pidfds, keyed
+            by group rank.
         """
         pidfds: dict[int, int] = {}
         with contextlib.ExitStack() as waiting:
@@ -98,7 +98,7 @@ def receive(
     """Receive the segment's descriptor from group rank 0, and all pidfds if they are exchanged.
 
     Raises:
-        OSError: rank 0 has exited, runs as another user, or has not answered by `deadline_s`.
+        OSError: rank 0 has exited, runs as another user, or has not answered before `deadline_s`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         _connect(peer, name, deadline_s, check)

@@ -1,10 +1,10 @@
-"""Map a group's shared memory. Each rank writes a mark into it, which the other ranks check.
+"""Map a group's shared memory. Each rank writes a mark into the memory, for the others to check.
 
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
 system. It exists only while some process maps it, so a process that dies leaves nothing behind.
 Group rank 0 creates the segment and passes its descriptor to the other members over a Unix socket
 with a random abstract name (handover.py). The descriptor is closed as soon as the memory is mapped.
-(Python before 3.13 keeps a duplicate.)
+(Python before 3.13 keeps a duplicate open.) The segment's layout is:
 
     one mark of 32 bytes per rank, padded to a page boundary | the engine's region
 """
@@ -48,13 +48,13 @@ class SharedMemory:
         return self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES]
 
     def close(self) -> None:
-        """Unmap the shared memory, which is freed once all ranks have unmapped it."""
+        """Unmap the shared memory, which is freed when all ranks have unmapped it."""
         with contextlib.suppress(BufferError):  # a view lives on: unmapped with it
             self.map.close()
 
 
 def marks_bytes(size: int) -> int:
-    """Return how many bytes the marks of `size` ranks occupy, rounded up to whole pages."""
+    """Return the number of bytes of the marks of `size` ranks, rounded up to whole pages."""
     return -(-size * MARK_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -73,7 +73,7 @@ def anonymous_file(num_bytes: int) -> int:
 
 
 def _unlinked_file(num_bytes: int) -> int:
-    """Create an unlinked file and allocate all of its space in /dev/shm."""
+    """Create an unlinked file in /dev/shm, and allocate all of its space."""
     where = _FILES if os.path.isdir(_FILES) else None  # noqa: PTH112
     with tempfile.TemporaryFile(dir=where) as file:
         try:

@@ -1,7 +1,7 @@
-"""Wrap the C core, which runs collectives and messages without the interpreter lock.
+"""Wrap the C core, which runs collectives and messages without holding the GIL.
 
-Blocking operations run on the caller's thread, and asynchronous ones on the engine's thread. See
-`native/engine.h` for the memory model and `native/collectives.c` for the algorithms.
+Blocking operations run on the caller's thread, and asynchronous operations on the engine's thread.
+See `native/engine.h` for the memory model and `native/collectives.c` for the algorithms.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def core() -> Any:
 
 
 def max_ranks() -> int:
-    """Return the maximum number of ranks in a group."""
+    """Return the maximum number of ranks in a group, or 0 if the C core was not built."""
     return int(_native.MAX_RANKS) if _native is not None else 0
 
 
 def engine_bytes(size: int, plan: Plan) -> int:
-    """Return how much shared memory a group's engine needs, in bytes."""
+    """Return the amount of shared memory that a group's engine needs, in bytes."""
     assert _native is not None
     return int(_native.segment_bytes(size, plan.slot_bytes, plan.ring_bytes))
 
@@ -82,12 +82,12 @@ class NativePending:
 
     @property
     def ended_mono_ns(self) -> int:
-        """The monotonic time at which the operation ended, or 0 while it is running."""
+        """The monotonic time when the operation ended, in nanoseconds; 0 while it is running."""
         return int(self._ticket.ended_mono_ns)
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error of the operation, or None."""
+        """The error that ended the operation, or None."""
         fault = self._ticket.fault
         if fault is not None and self._known is None:
             self._known = self._engine.explain(self._operation, fault)
@@ -138,7 +138,7 @@ class NativeEngine:
         return ""
 
     def prepare(self, operation: Operation) -> None:
-        """Do nothing, because every operation is accepted."""
+        """Do nothing, because no further checks are needed."""
 
     def execute(self, operation: Operation, watch: Watch | None = None) -> None:  # noqa: ARG002
         """Carry out one operation on the calling thread."""
@@ -147,11 +147,11 @@ class NativeEngine:
             raise self.explain(operation, fault)
 
     def submit(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
-        """Queue one operation on the engine's thread."""
+        """Queue one operation for the engine's thread."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
 
     def submit_shared(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
-        """Start an any-source receive that may also be completed through another engine."""
+        """Start an any-source receive that can also be completed through another engine."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation), True))
 
     @property
@@ -171,7 +171,7 @@ class NativeEngine:
             self._engine.abort()
 
     def abort(self) -> None:
-        """End the group on this rank. Used by engines that are built on top of this one."""
+        """End the group on this rank. Engines that are built on top of this engine call it."""
         self._engine.abort()
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ def _type_id(operation: Operation) -> int:
 
 
 def _split_bytes(operation: Operation) -> bytes | None:
-    """Return the split sizes in bytes, as packed integers; None without explicit splits."""
+    """Return the split sizes in bytes, as packed integers; None if there are no explicit splits."""
     splits = [*operation.input_splits, *operation.output_splits]
     if not splits:
         return None

@@ -1,15 +1,15 @@
 """Run collectives over shared memory in pure Python, using NumPy and futexes.
 
 This engine is the fallback for installations without a compiler, and the reference in tests of the
-C core. In the first phase of each chunk, every rank writes its data into its slot, announces the
-data, and waits for the other ranks. Each rank then compares the calls of all ranks, and can read
-the data of all ranks.
+C core. Collectives process their data in chunks. In the first phase of each chunk, every rank
+writes its data into its slot, announces the data, and waits for the other ranks. Each rank then
+compares the calls of all ranks, and can read the data of all ranks.
 
     up to 16 KB, or two ranks   each rank sums all slots                         1 phase
     larger sums                 each rank sums its shard, then copies all shards 2 phases
     everything else                                                              1 phase
 
-Each rank alternates between two slots, for even and odd chunks. By the time a rank writes chunk
+Each rank has two slots, one for even chunks and one for odd chunks. By the time a rank writes chunk
 k+2, all ranks have announced chunk k+1, so they have finished reading chunk k.
 
 If there are more ranks than usable cores, a waiting rank sleeps on the futex immediately. With
@@ -71,7 +71,7 @@ _ENDS = {
 
 
 def engine_bytes(size: int, plan: Plan) -> int:
-    """Return how much shared memory a group's engine needs, in bytes."""
+    """Return the amount of shared memory that a group's engine needs, in bytes."""
     return segment_bytes(size, _SLOT_BYTES, plan.ring_bytes)
 
 

@@ -3,7 +3,7 @@
 The members exchange their host and process identities through the store. Group rank 0 then passes
 the memory's descriptor to the other members. Finally, the members compare the marks that they wrote
 into the memory. Members are on the same host if they share the boot ID, the network namespace and
-the memory; host names are not compared.
+the memory. Host names are not compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Plan:
 
     Attributes:
         native: whether all members run the C core.
-        slot_bytes, ring_bytes: the sizes of a data slot and a message ring.
+        slot_bytes, ring_bytes: the sizes of a data slot and of a message ring, in bytes.
     """
 
     native: bool
@@ -59,11 +59,12 @@ def join(
 
     Args:
         offer: the layout that this process supports; group rank 0 determines the sizes.
-        engine_bytes: a function that returns the number of bytes that an engine needs under a plan.
+        engine_bytes: a function that returns the number of bytes that an engine needs for a plan.
 
     Raises:
         ValueError: the members do not run on one host.
-        CollectiveTimeoutError: some members did not join within `timeout_s`; the error names them.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds. The error
+            names these members.
         PeerLostError: group rank 0 exited during the rendezvous.
     """
     deadline_s = time.monotonic() + timeout_s
@@ -167,7 +168,7 @@ def _no_memory_from(members: Members, error: OSError) -> PeerLostError:
 
 @contextlib.contextmanager
 def _own_pidfd(facts: list[dict[str, Any]]) -> Iterator[int]:
-    """Yield this process's pidfd if members are in different PID namespaces, else -1."""
+    """Yield this process's pidfd if members are in different PID namespaces, and otherwise -1."""
     fd = -1
     if len({fact["pids"] for fact in facts}) > 1:
         with contextlib.suppress(OSError, AttributeError):

@@ -6,9 +6,9 @@ that advances a counter rings the other rank's doorbell, which wakes that rank's
 
 [Note: no ring of a bell is lost] A sender stores the tail, makes a system call (a full barrier),
 stores a new value in the bell, and wakes the threads that sleep on the bell. A waiting thread reads
-the bell, checks all rings, and sleeps only while the bell's value is unchanged. It therefore either
-sees the new tail or does not sleep. No two ranks ever store the same value, because a repeated
-value could go unnoticed.
+the bell, checks all rings, and sleeps only while the bell's value is unchanged. The waiting thread
+therefore either reads the new tail or does not sleep. No two ranks ever store the same value,
+because a repeated value could go unnoticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """Set up the streams; `gone()` returns each peer that has ended, with the reason."""
+        """Set up the streams; `gone` returns the ended peers, with the reason for each."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank
@@ -54,7 +54,7 @@ class Rings:
         self._full.discard(peer)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until the bell rings or the timeout expires, unless work is already pending.
+        """Block until the bell rings or the timeout expires; return immediately if work is pending.
 
         Returns:
             The peers from which data can be read.

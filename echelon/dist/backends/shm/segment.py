@@ -5,7 +5,7 @@
 A control block holds
     0     u32  published: number of phases that the rank has announced; other ranks sleep on it
     4     u32  failed: a `Fault` once the rank has abandoned the group
-    8     u32  number of ranks that it blames, then up to 64 of these ranks as u32
+    8     u32  number of ranks that the rank blames, then up to 64 of these ranks as u32
     272   u32  number of collectives that the rank finished before it failed
     512   u32  doorbell of the rank's message thread, see rings.py
     1024  two alternating headers of 1024 bytes: the rank's calls in the current and the previous
@@ -57,7 +57,7 @@ class Segment:
         return (rank * CONTROL_BYTES + _BELL_OFFSET) // 4
 
     def slot(self, rank: int, parity: int) -> npt.NDArray[np.uint8]:
-        """Return a rank's first or second data slot: uint8 [slot_bytes]."""
+        """Return one of a rank's two data slots, [slot_bytes] of uint8."""
         start = self.size * CONTROL_BYTES + (2 * rank + parity) * self.slot_bytes
         return self._bytes[start : start + self.slot_bytes]
 
@@ -66,12 +66,12 @@ class Segment:
         return self.slot(rank, parity)[: count * like.itemsize].view(like.dtype)
 
     def ring_words(self, sender: int, receiver: int) -> tuple[int, int]:
-        """Return the indices of the words that hold a ring's tail and head."""
+        """Return the indices of the words that store a ring's tail and head."""
         start = self._ring_start(sender, receiver) // 4
         return start, start + LINE_BYTES // 4
 
     def ring(self, sender: int, receiver: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a ring: uint8 [ring_bytes]."""
+        """Return the bytes of a message ring, [ring_bytes] of uint8."""
         start = self._ring_start(sender, receiver) + RING_HEAD_BYTES
         return self._bytes[start : start + self.ring_bytes]
 
@@ -108,7 +108,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return the reason a rank left and the ranks it blames; (0, []) for a current member."""
+        """Return the `Fault` of a rank that left and the ranks it blames; (0, []) for a member."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:

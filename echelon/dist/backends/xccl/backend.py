@@ -1,6 +1,7 @@
 """Provide the xccl backend for host memory, which uses oneCCL's CPU plugin.
 
-    all_reduce, all_gather, reduce_scatter, broadcast, all_to_all: oneCCL's own
+all_reduce, all_gather, reduce_scatter, broadcast and all_to_all are oneCCL's own collectives. The
+other operations are built as follows:
 
     dtypes and reductions that oneCCL lacks  all_gather, then a reduction here in rank order
     reduce, gather                           all_reduce, all_gather into the engine's own memory
@@ -11,10 +12,10 @@
 
 oneCCL's calls block in C and cannot be aborted. They therefore run on a separate thread, and the
 caller checks its watch while it waits. When an operation fails, its thread, arrays and communicator
-are kept until the process exits.
+are retained until the process exits.
 
-All groups of a process share one thread, because the library serves one call at a time. All ranks
-must therefore use their communicators in the same order.
+All groups of a process share one thread, because the library processes one call at a time. All
+ranks must therefore use their communicators in the same order.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
 
     Raises:
         ValueError: the library cannot be loaded, or is already loaded for another kind of device.
-        CollectiveTimeoutError: some members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
     """
     device = members.device or ("xpu" if _has_gpu() else "cpu")
     try:
@@ -198,7 +199,7 @@ class XcclEngine:
         }
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Return the reason messages are refused, or "" for other operations."""
+        """Return the reason sends and receives are refused, or "" for other operations."""
         if kind in ("send", "recv"):
             return "has no messages on the host: oneCCL's CPU plugin crashes in them"
         return ""
@@ -207,11 +208,11 @@ class XcclEngine:
         """Do nothing, because no further checks are needed."""
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation when its turn comes; block until it is done on this rank."""
+        """Carry out one operation after all earlier ones; block until it is done on this rank."""
         self._shared.lane.run(lambda: self._carry_out(operation, watch))
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
-        """Queue one operation."""
+        """Queue one operation and return immediately."""
         return self._shared.lane.submit(lambda: self._carry_out(operation, watch))
 
     def batch(self) -> AbstractContextManager[object]:

@@ -4,7 +4,7 @@ See `device/engines/stream.py` for how operations are executed. This module was 
 oneCCL's header and has never run on an Intel GPU. The tests use a fake device, and check that each
 call matches its declaration in the header.
 
-oneCCL cannot abort operations. If an operation never completes, its stream and arrays are kept
+oneCCL cannot abort operations. If an operation never completes, its stream and arrays are retained
 until the process exits. The library's destructors, which would wait for the operation, are skipped.
 """
 
@@ -28,7 +28,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
     """Create the engine for a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: some members did not call this function within `timeout_s`.
+        CollectiveTimeoutError: some members did not call this function within `timeout_s` seconds.
         RuntimeError: oneCCL reported an error.
     """
     made = XpuLibrary()
@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group the block's calls. If the block raises, ignore errors from `onecclGroupEnd`."""
+    """Group the calls of a `with` block. If it raises, ignore errors from `onecclGroupEnd`."""
     _check("GroupStart", loaded)
     try:
         yield

@@ -90,7 +90,7 @@ def _folders() -> Iterator[Path]:
 def check(device: str) -> str:
     """Return the reason the library cannot be loaded for a kind of device, or "" if it can.
 
-    The library is loaded in a separate process, so that this process is left unchanged.
+    The library is loaded in a separate process, so that this process remains unchanged.
     """
     if folder() is None:
         return (
@@ -116,8 +116,8 @@ def load(device: str = "cpu") -> Any:
     """Load the library for arrays on the host ("cpu") or on Intel GPUs ("xpu").
 
     Raises:
-        OSError: the installation is incomplete, or the library is already loaded for the other kind
-            of device.
+        OSError: the installation is incomplete, or the library has already been loaded for the
+            other kind of device.
     """
     global _serves
     path = folder()

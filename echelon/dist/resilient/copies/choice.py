@@ -1,9 +1,9 @@
-"""Decide where copies are kept, and which copies are restored after a loss.
+"""Decide where copies are stored, and which copies are restored after a loss.
 
 Two ranks are at the same place if they can map each other's memory, which means that they run on
-one host in one PID namespace. A copy in shared memory exists as long as any rank at that place is
-alive. A second copy, at another place, protects against the loss of a whole place. If there are
-several machines, the second copy is kept on another machine.
+one host in one PID namespace. A copy in shared memory exists until the last rank at that place has
+ended. A second copy, at another place, protects against the loss of a whole place. If there are
+several machines, the second copy is stored on another machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 def partners_of(places: Sequence[Hashable], machines: Sequence[Hashable] = ()) -> list[int | None]:
-    """Return, for each rank, the rank at another place that keeps the second copy of its shards.
+    """Return, for each rank, the partner at another place that stores a second copy of its shards.
 
     The ranks of each place send their copies to the next place, and the ranks of the last place
     send them to the first. The copies are split evenly across the ranks of the receiving place. A
@@ -22,7 +22,7 @@ def partners_of(places: Sequence[Hashable], machines: Sequence[Hashable] = ()) -
     another machine.
 
     Args:
-        places: the place of each rank.
+        places: the place of each rank. Ranks at one place can map each other's memory.
         machines: the machine of each rank; by default, each place counts as a machine.
 
     Returns:
@@ -89,8 +89,9 @@ class Choice:
 
     Attributes:
         version: the newest state for which survivors hold copies of all shards.
-        holders: for one rank of each set that holds the same shards, a survivor that can read the
-            rank's copy. Without replicas, each rank of the state's epoch is a set.
+        holders: for each set of ranks that hold the same shards, one rank of the set, mapped to a
+            survivor that can read this rank's copy. Without replicas, each rank of the state's
+            epoch is a set of its own.
     """
 
     version: Version
@@ -98,7 +99,7 @@ class Choice:
 
 
 class CopiesLostError(Exception):
-    """All copies of some rank's shards have been lost, so no state is complete."""
+    """All copies of some rank's shards have been lost, so no complete state can be restored."""
 
 
 Sets = Sequence[Sequence[int]]  # of ranks with the same shards; one rank each without replicas
@@ -107,15 +108,16 @@ Sets = Sequence[Sequence[int]]  # of ranks with the same shards; one rank each w
 def without_replicas_elsewhere(
     partners: Sequence[int | None], sets: Sets, places: Sequence[Hashable]
 ) -> list[int | None]:
-    """Return the partners, but None for ranks whose shards have a replica at another place.
+    """Return the partners, replaced by None where a rank's shards have a replica elsewhere.
 
     Args:
         partners: see `partners_of`.
-        sets: the ranks that hold the same shards.
-        places: the place of each rank, or its machine if there are several machines.
+        sets: the ranks, grouped into sets that hold the same shards.
+        places: the place (host or container) of each rank, or the machine if there are several
+            machines.
 
     Returns:
-        The partner of each rank, or None.
+        The partner of each rank; None if another place or machine has a replica of its shards.
 
     Example:
         >>> without_replicas_elsewhere([2, 3, 0, 1], [[0, 2], [1, 3]], ["a", "a", "b", "b"])
@@ -136,7 +138,8 @@ def choose(offers: Mapping[int, Iterable[Offer]], sets: Mapping[int, Sets]) -> C
 
     Args:
         offers: the copies that each survivor can read.
-        sets: for each epoch of the offered copies, its ranks in sets that hold the same shards.
+        sets: for each epoch of the offered copies, the epoch's ranks, grouped into sets that hold
+            the same shards.
 
     Raises:
         CopiesLostError: no state has copies of all its shards.
@@ -156,7 +159,7 @@ def choose(offers: Mapping[int, Iterable[Offer]], sets: Mapping[int, Sets]) -> C
 
 
 def _owner(alike: Sequence[int], holders: Mapping[int, int]) -> int | None:
-    """Return the rank whose copy is read for a set, preferably one that reads its own copy."""
+    """Return the rank of a set whose copy is read; prefer a rank that reads its own copy."""
     offered = [rank for rank in alike if rank in holders]
     return min(offered, key=lambda rank: (holders[rank] != rank, rank), default=None)
 

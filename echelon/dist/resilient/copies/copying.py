@@ -6,7 +6,7 @@ thread before the optimizer writes, and before the step ends.
 
 The background thread stamps a copy only after the training thread has decided that the source is
 unchanged. torch increments a tensor's version only after a write, so a write in progress would go
-unnoticed. The training thread therefore decides at a time when none of its operations is running.
+unnoticed. The training thread therefore decides between two of its operations.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Copying:
     Args:
         step: the step at whose start the state is copied.
         complete: writes the rest of the copy; returns the copy's stamp.
-        commit: stamps the copy, unless the second argument (is_void) is True; returns the stamp to
-            send to the partners.
-        exchange: exchanges copies with other places, given that stamp and a timeout in seconds;
-            None means the group's timeout.
+        commit: stamps the copy, unless its second argument (is_void) is True; returns the stamp to
+            send to the partner ranks.
+        exchange: exchanges copies with the partner ranks, given the stamp from `commit` and a
+            timeout in seconds. A timeout of None means the group's timeout.
 
     Attributes:
         step: the step at whose start the state is copied.
@@ -66,13 +66,14 @@ class Copying:
 
     @property
     def needs_decision(self) -> bool:
-        """True once the thread no longer reads this rank's state, until `decide` is called."""
+        """True if the thread has finished reading this rank's state, but `decide` is still due."""
         return self._has_copied.is_set() and not self._is_decided.is_set()
 
     def start(self) -> bool:
         """Complete the copy on a background thread. The caller must then call `decide`.
 
-        If no thread can be started, the copy is completed at once, and `wait` exchanges it.
+        If no thread can be started, the copy is completed on the calling thread, and `wait`
+        exchanges it.
 
         Returns:
             True if a thread was started.
@@ -85,7 +86,7 @@ class Copying:
         return True
 
     def copy(self) -> None:
-        """Complete and stamp the copy on the calling thread; `run` then only exchanges it."""
+        """Complete and stamp the copy on the calling thread, but leave the exchange to `run`."""
         is_on_thread = threading.current_thread() is self._thread
         if not is_on_thread:
             self.decide(is_void=False)
@@ -103,7 +104,7 @@ class Copying:
         """Complete the copy on the calling thread, and exchange it.
 
         Raises:
-            CollectiveError: a partner was lost.
+            CollectiveError: a partner rank was lost.
         """
         if self._stamp is None:
             self.copy()
@@ -128,19 +129,19 @@ class Copying:
             self._is_decided.set()
 
     def wait_until_copied(self, timeout_s: float) -> None:
-        """Wait until the thread no longer reads this rank's state; do not raise its error.
+        """Wait until the thread no longer reads this rank's state; ignore the thread's error.
 
         Raises:
-            CollectiveError: the thread still reads the state after `timeout_s`.
+            CollectiveError: the thread still reads the state after `timeout_s` seconds.
         """
         if not self._has_copied.wait(timeout_s):
             raise self._late(timeout_s)
 
     def wait_until_stamped(self, timeout_s: float) -> None:
-        """Wait until the thread has stamped the copy or left it void; do not raise its error.
+        """Wait until the thread has stamped the copy or left it void; ignore the thread's error.
 
         Raises:
-            CollectiveError: the thread has not done so after `timeout_s`.
+            CollectiveError: the thread has done neither after `timeout_s` seconds.
         """
         if not self._has_stamped.wait(timeout_s):
             raise self._late(timeout_s)
@@ -151,8 +152,9 @@ class Copying:
         If no thread was started, complete and exchange the copy on the calling thread.
 
         Raises:
-            CollectiveError: the thread has not ended after `timeout_s`, or a partner was lost.
-            OSError: the host has no memory left.
+            CollectiveError: the thread has not ended after `timeout_s` seconds, or a partner rank
+                was lost.
+            OSError: the host has no memory left for the copies.
         """
         if self._thread.ident is None:
             self.run()
@@ -162,10 +164,10 @@ class Copying:
             raise self._error
 
     def wait_until_ended(self, timeout_s: float) -> None:
-        """Wait until the thread has ended; do not raise its error.
+        """Wait until the thread has ended; ignore the thread's error.
 
         Raises:
-            CollectiveError: the thread has not ended after `timeout_s`.
+            CollectiveError: the thread has not ended after `timeout_s` seconds.
         """
         if self._thread.ident is None:
             return

@@ -1,6 +1,6 @@
 """Describe the contents of a buffer of shards in an index that is encoded without pickle.
 
-A copy may come from another host, so decoding its index must not be able to run code.
+A copy can come from another host, so decoding its index must never execute code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Run:
 
     Attributes:
         name: the name of the parameter or buffer.
-        key: the key within its optimizer state; "" for the parameter or buffer itself.
-        start: the index of the first element in the flattened tensor.
+        key: the key in the optimizer's state for this parameter; "" for the parameter or buffer
+            itself.
+        start: the index of the range's first element in the flattened tensor.
         length: the number of elements.
         dtype: the dtype of the elements.
         offset: the first element's offset within the buffer's section of ranges, in bytes.
@@ -57,7 +58,7 @@ class Scalars:
 
     @classmethod
     def of(cls, places: list[list[Any]], vectors: dict[str, torch.Tensor]) -> Self:
-        """Return the scalars at the given places in the given vectors."""
+        """Return the scalars whose positions in the vectors are listed in `places`."""
         scalars = cls()
         scalars.places, scalars._values = places, vectors
         return scalars
@@ -77,7 +78,7 @@ class Scalars:
         return {dtype: torch.stack(values) for dtype, values in self._values.items()}
 
     def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield the parameter's name, the key and a copy of the tensor for each value."""
+        """For each value, yield the parameter's name, the key and a copy of the tensor."""
         for name, key, dtype, place in self.places:
             yield name, key, self._values[dtype][place].clone()
 
@@ -88,8 +89,7 @@ class Index:
 
     Attributes:
         runs: the ranges of elements.
-        values: the values of the optimizer's state that are in neither `runs` nor `scalars`, by
-            parameter and key.
+        values: the other values of the optimizer's state, by parameter name and key.
         scalars: the zero-dimensional tensors of the optimizer's state.
         keys: the keys of each parameter's optimizer state, in order.
         facts: other values; see `ShardsWriter`.
@@ -123,7 +123,7 @@ class Index:
 
     @classmethod
     def of(cls, parcel: Parcel) -> Self:
-        """Return the index in a parcel whose tensors have been filled."""
+        """Decode the index from a parcel whose tensors have been filled."""
         told = parcel.contents()
         runs, keys, places = unpack(told["plain"])
         return cls(

@@ -1,15 +1,15 @@
 """Provide anonymous shared memory that holds one state of one rank's shards.
 
-The memory does not have a name in any file system, and exists until all processes have closed it.
-The other ranks on the host open it when a world begins. The memory therefore outlives the rank that
-writes it, and is freed once all of these ranks have closed it or exited.
+The memory has no name in any file system. The other ranks on the host open it when a world begins.
+The memory therefore outlives the rank that writes it, and is freed after all of these ranks have
+closed it or exited. Its layout is:
 
     token | stamp, with its own CRC | padding up to a page (4096 bytes) | content
 
 A forked child, such as a data loader's worker, closes all inherited memory segments immediately.
 Otherwise the child would keep them allocated after the parent has released them.
 
-The stamp is erased before the content changes, and is written once the content is complete. If a
+The stamp is erased before the content changes, and is written after the content is complete. If a
 rank dies while writing a copy, the copy therefore has no stamp. The CRC of the content is checked
 before a copy is used.
 """
@@ -86,7 +86,7 @@ class Address:
 
 
 class CopyMemory:
-    """A shared memory segment, in the process that created it or in another process.
+    """A handle to a shared memory segment, held by the segment's creator or by another process.
 
     Args:
         fd: the segment's descriptor, which `close` closes.
@@ -134,7 +134,7 @@ class CopyMemory:
 
     @property
     def stamp(self) -> Stamp | None:
-        """The stamp of the complete copy in this memory; None if no stamp is valid."""
+        """The stamp of the complete copy in this memory; None if the memory has no valid stamp."""
         return Stamp.unpack(os.pread(self._fd, len(_NONE), _TOKEN_BYTES))
 
     @property

@@ -20,10 +20,10 @@ class Part:
         name: the tensor's name in the model.
         shape: the shape of the full tensor.
         start: the index of this rank's first element in the flattened tensor.
-        length: the number of elements on this rank, which may be 0.
+        length: the number of elements on this rank, which can be 0.
         data: the elements, in memory that belongs to the model.
         tensor: the tensor registered with the optimizer. Sharded values in the optimizer's state
-            have its shape.
+            have the same shape as this tensor.
         stage: the index of the stage that holds the tensor, if the model is a pipeline.
     """
 
@@ -43,7 +43,7 @@ class Part:
     def divides(self, value: Any) -> bool:
         """Return whether a value in the optimizer's state is sharded in the same way as this part.
 
-        The value must be a tensor of the same shape as `tensor`, with at least one dimension.
+        Such a value is a tensor of the same shape as `tensor`, with at least one dimension.
         """
         return (
             isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == self.tensor.shape
@@ -60,7 +60,7 @@ def sharded_parts(module: nn.Module, prefix: str = "", stage: int = 0) -> dict[s
 
 
 def exposed_storages(modules: Iterable[nn.Module], parts: Mapping[str, Part]) -> set[int]:
-    """Return the data pointers of the storages that a forward or backward pass may write to."""
+    """Return the data pointers of the storages that a forward or backward pass can write to."""
     found: list[torch.Tensor] = []
     for module in modules:
         found += [*module.parameters(), *module.buffers()]

@@ -5,10 +5,11 @@ buffer:
 
     length of the index, 8 bytes | index | padding | the index's tensors | ranges of elements
 
-Tensors and ranges are aligned to 64 bytes. Ranges that may be written later than the others are at
-the end; see `ShardsWriter`. The index lists one range of elements for each part, and one for each
-tensor of its optimizer state that is sharded in the same way. Each rank restores its elements from
-the ranges that contain them, so the parts can be restored on any number of ranks.
+Tensors and ranges are aligned to 64 bytes. Ranges that can be written later than the others are at
+the end; see `ShardsWriter`. For each part, the index lists one range of the part's elements, and
+one range for each tensor of the optimizer's state that is sharded in the same way as the part. Each
+rank restores its elements from the ranges that contain them, so the parts can be restored on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _LENGTH_BYTES = 8
 class ShardsWriter:
     """A writer for a rank's parts of a model and the optimizer's state for these parts.
 
-    `write_rest` writes the optimizer's state, and may be called on another thread while the next
-    step computes, because only the optimizer writes to that state. `write_first` writes everything
-    else, because a program may change parameters at the start of a step, even through `.data`,
-    which bypasses torch's version counters. `write_first` also writes optimizer tensors that share
-    memory with parameters or gradients.
+    Only the optimizer writes to its state, so `write_rest`, which writes this state to the buffer,
+    can run on another thread while the next step computes. `write_first` writes everything else
+    beforehand, because a program can change parameters at the start of a step, even through
+    `.data`, which bypasses torch's version counters. `write_first` also writes optimizer tensors
+    that share memory with parameters or gradients.
 
     Args:
         parts: the parts, by name.
         optimizer: the optimizer of the parts' tensors.
-        exposed: the data pointers of the storages that a forward or backward pass may write to.
+        exposed: the data pointers of the storages that a forward or backward pass can write to.
         facts: other values to store in the index.
 
     Attributes:
@@ -97,7 +98,7 @@ class ShardsWriter:
 
     @torch.no_grad()
     def write_first(self, content: torch.Tensor) -> int:
-        """Write the data that may change once the next step begins; return its CRC-32."""
+        """Write the data that can change after the next step begins; return the data's CRC-32."""
         length = len(self._parcel.head).to_bytes(_LENGTH_BYTES, "little")
         head = torch.frombuffer(bytearray(length + self._parcel.head), dtype=torch.uint8)
         own = zip(_places(self._parcel), (one.cpu() for one in self._parcel.tensors), strict=False)
@@ -129,9 +130,10 @@ class ShardsWriter:
             torch.autograd.graph.increment_version(tensor)
 
     def changed(self) -> str:
-        """Return the name of a `write_rest` tensor that has changed since `__init__`, or "".
+        """Return the name of a tensor, copied by `write_rest`, that has changed, or "" if none has.
 
-        Only changes that torch counts, or that `count_change` reported, are detected.
+        Only changes after `__init__` that torch has counted or `count_change` has reported are
+        detected.
         """
         for part, key, value, version in self._later:
             if value._version != version:
@@ -174,7 +176,7 @@ class IncompleteCopiesError(Exception):
 class ShardsRestore:
     """An object that restores this rank's parts and their optimizer state from several buffers.
 
-    A buffer may contain parts that this rank does not need, and several buffers may contain the
+    A buffer can contain parts that this rank does not need, and several buffers can contain the
     same range.
 
     Args:
@@ -239,10 +241,10 @@ class ShardsRestore:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Load the restored state into the optimizer, once all buffers have been added.
+        """Load the restored state into the optimizer after all buffers have been added.
 
         Raises:
-            IncompleteCopiesError: the buffers did not contain an element that this rank needs.
+            IncompleteCopiesError: an element that this rank needs is missing from the buffers.
         """
         for name, part in self._parts.items():
             state = self._states.get(name)
@@ -267,7 +269,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
-    """Return whether only the optimizer writes to a tensor, so that `write_rest` may copy it."""
+    """Return whether only the optimizer writes to a tensor, so that `write_rest` can copy it."""
     return (
         type(value) is torch.Tensor
         and value.device.type == "cpu"
@@ -277,7 +279,7 @@ def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
 
 
 def _places(parcel: Parcel) -> list[int]:
-    """Return the byte offset of each of an index's tensors, and then that of the ranges."""
+    """Return the byte offset of each tensor of an index, followed by the offset of the ranges."""
     places = [_rounded(_LENGTH_BYTES + len(parcel.head))]
     for tensor in parcel.tensors:
         places.append(places[-1] + _rounded(tensor.nbytes))

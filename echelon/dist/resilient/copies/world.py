@@ -1,9 +1,10 @@
 """Make the copies of one world, and find the copies that this process can read.
 
 Each rank writes its parts of the model alternately to two memory segments, so that one complete
-copy always exists. All ranks at the same place open both segments. If there are several places,
-each rank also sends its copies to a partner at another place, unless another place has a replica of
-its parts. The partner keeps the copies in two segments that all ranks at its place can read.
+copy always exists. A place is a set of ranks that can map each other's memory. All ranks at a place
+open each other's segments. If there are several places, each rank also sends its copies to a
+partner at another place, unless another place has a replica of the rank's parts. The partner stores
+the copies in two segments that all ranks at its place can read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _VOID = -1  # the step of a copy whose source changed while it was copied
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The memory segments that one rank (the keeper) keeps for one owner's copies."""
+    """The memory segments in which one rank (the keeper) stores the copies of one owner's parts."""
 
     owner: int
     keeper: int
@@ -52,17 +53,18 @@ class WorldCopies:
     Args:
         group: the world's group.
         epoch: the world's epoch.
-        sets: the ranks within the group, in sets that hold the same parts of the model.
+        sets: the group's ranks, grouped into sets that hold the same parts of the model.
 
     Attributes:
         epoch: the world's epoch.
         roster: the world's ranks, as numbered by the launcher.
-        sets: the world's ranks, in sets that hold the same parts of the model.
+        sets: the ranks in `roster`, grouped into sets that hold the same parts of the model.
         own_rank: this rank, as numbered by the launcher.
-        is_one_place: True if all ranks can read each other's memory, so no copies are exchanged.
+        is_one_place: True if all ranks can read each other's memory, so that no copies are
+            exchanged.
 
     Raises:
-        CollectiveError: a rank was lost, or the memory of a rank at this place cannot be opened.
+        CollectiveError: a rank was lost, or the memory of a rank on this host cannot be opened.
     """
 
     def __init__(self, group: ProcessGroup, epoch: int, sets: Sets) -> None:
@@ -97,7 +99,7 @@ class WorldCopies:
         return self._readable[-1]
 
     def _open(self) -> None:
-        """Open the memory segments that the other ranks at this place keep. Collective."""
+        """Open the other ranks' memory segments that this rank can map. Collective."""
         told = [
             (one.owner, [asdict(memory.address) for memory in one.memories])
             for one in self._readable
@@ -119,15 +121,15 @@ class WorldCopies:
 
     @property
     def num_bytes(self) -> int:
-        """The total size of the copies that this rank keeps, including its own, in bytes."""
+        """The total size of the copies that this rank stores, including its own, in bytes."""
         held = [self._own, *self._kept.values()]
         return sum(memory.num_bytes for one in held for memory in one.memories)
 
     def begin(self, writer: ShardsWriter, step: int) -> Copying:
-        """Begin a copy: copy the state that may change once the next step begins.
+        """Begin a copy with the state that can change after the next step begins.
 
-        The returned object completes the copy: it copies the rest of the state and, if there are
-        several places, exchanges copies with the partners.
+        The returned object completes the copy. It copies the rest of the state and, if ranks cannot
+        map each other's memory, exchanges copies with the partner ranks.
 
         Raises:
             OSError: the host has no memory left.
@@ -156,7 +158,7 @@ class WorldCopies:
         return Copying(step, complete, commit, exchange)
 
     def discard_newest(self) -> None:
-        """Make the next copy overwrite the newest one, so that the previous copy is kept.
+        """Make the next copy overwrite the newest one, so that the previous copy is retained.
 
         All ranks must call this if the newest copy of any rank is void.
         """
@@ -207,8 +209,8 @@ class WorldCopies:
     def offers(self, survivors: Sequence[int]) -> Iterator[Offer]:
         """Yield the copies that this rank offers to read on behalf of all survivors.
 
-        Each survivor offers its own copies. The lowest surviving rank at a place also offers the
-        copies of lost ranks. Incomplete and damaged copies are omitted.
+        Each survivor offers its own copies. Of the survivors that can map each other's memory, the
+        lowest rank also offers the copies of lost ranks. Incomplete and damaged copies are omitted.
         """
         reads_for_lost = self.own_rank == min(rank for rank in self._here if rank in survivors)
         for held in self._readable:
@@ -248,14 +250,14 @@ def collected(
 ) -> Iterator[torch.Tensor]:
     """Yield the copies of all shards of a state, one at a time. Collective.
 
-    If all ranks are at the same place, they read each other's memory. A rank that was not in the
-    state's world opens the memory temporarily. If there are several places, each copy is broadcast,
-    so every rank needs memory for one more copy.
+    If all ranks can map each other's memory, they read the copies there. A rank that was not in the
+    state's world opens the memory temporarily. Otherwise, each copy is broadcast, so every rank
+    needs memory for one more copy.
 
     Args:
         worlds: the worlds whose copies this rank can read; empty on a joining rank.
         group: the ranks that restore the state.
-        version: the state.
+        version: the state to restore.
         holders: see `Choice.holders`.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Keep the state of a pipeline's stages, and restore it in rebuilt stages."""
+"""Store the state of a pipeline's stages, and restore it in rebuilt stages."""

@@ -1,8 +1,8 @@
-"""Record the settings of a rank's stages and optimizer that steps may change, by name.
+"""Record, by name, the settings of a rank's stages and optimizer that steps can change.
 
-These are the settings of the optimizer's parameter groups, `training` of each module, and
-`requires_grad` of each parameter. Rebuilt stages receive the values recorded under the same names,
-regardless of which rank recorded them.
+These are the settings of the optimizer's parameter groups, the `training` flag of each module, and
+the `requires_grad` flag of each parameter. Rebuilt stages receive the values recorded under the
+same names, regardless of which rank recorded them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Facts:
         """Apply the settings to the stages and the optimizer of a new world.
 
         Raises:
-            ValueError: an optimizer group contains parameters that had different settings.
+            ValueError: an optimizer group contains parameters whose recorded settings differ.
         """
         stages = setup.pipe.stages
         for name, module in named_modules(stages):

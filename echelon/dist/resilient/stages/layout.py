@@ -21,8 +21,8 @@ class Holding:
     Attributes:
         shape: the shape of the full tensor.
         dtype: the dtype's name.
-        start: the index of the first element in the flattened tensor.
-        length: the number of elements.
+        start: the index of the part's first element in the flattened tensor.
+        length: the number of elements in the part.
         stage: the index of the stage that holds the tensor.
     """
 
@@ -46,19 +46,19 @@ class Layout:
 
     Args:
         rows: the parts of each rank.
-        ranks: each rank's number, as numbered by the launcher.
+        ranks: the number that the launcher gave to each rank.
         stages: the indices of each rank's stages, including stages without tensors. By default,
             only the stages of the parts count.
 
     Attributes:
         sets: sets of ranks, by position in `rows`, that hold the same parts of the same stages.
         kinds: the dtype and shape of each tensor of the whole model, by name.
-        shared: a description, for messages, of each part that several ranks hold. The key is the
-            tensor's name, the part's first element and its number of elements.
+        shared: for each part that several ranks hold, a description for error messages. The key is
+            the tensor's name, the part's first element and its number of elements.
 
     Raises:
-        ValueError: ranks hold different tensors under one name, parts overlap, or no rank holds
-            some elements.
+        ValueError: ranks hold different tensors under one name, parts overlap, or some elements are
+            held by no rank.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Layout:
         Collective.
 
         Raises:
-            ValueError: as for the class.
+            ValueError: the parts do not form a valid layout; see the class.
             CollectiveError: a rank was lost.
         """
         mine = {
@@ -113,7 +113,7 @@ class Layout:
         return cls(rows, group.ranks, [indices for _, indices in told])
 
     def check_same_model(self, before: Layout) -> None:
-        """Check that this layout and an earlier world's are of the same whole model.
+        """Check that this layout and an earlier world's layout describe the same whole model.
 
         Raises:
             ValueError: a tensor was removed or added, or its shape or dtype has changed.

@@ -1,4 +1,4 @@
-"""The objects needed to train a pipeline in one world, as returned by a program's `build`."""
+"""Define the objects that train a pipeline in one world, as returned by a program's `build`."""
 
 from __future__ import annotations
 
@@ -81,9 +81,10 @@ def check_setup(setup: Any) -> None:
 
 
 def named_tensors(stages: Sequence[Stage]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Yield the name, the tensor and the stage index of each parameter and buffer of stages.
+    """Yield the name, the tensor and the stage index of each parameter and buffer of the stages.
 
-    The name is that in the whole model. A tensor with several names is yielded once per name.
+    Each name is the tensor's name in the whole model. A tensor with several names is yielded once
+    per name.
     """
     for stage in stages:
         module = stage.module
@@ -94,7 +95,7 @@ def named_tensors(stages: Sequence[Stage]) -> Iterator[tuple[str, torch.Tensor, 
 
 
 def named_modules(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module of stages with its name in the whole model."""
+    """Yield each module of the stages with its name in the whole model."""
     for stage in stages:
         for name, module in stage.module.named_modules(remove_duplicate=False):
             yield (stage.prefix + name).removesuffix("."), module
@@ -103,8 +104,8 @@ def named_modules(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Module]]:
 def parts_of(stages: Sequence[Stage]) -> dict[str, Part]:
     """Return the parts of the whole model that a rank's stages hold, by name.
 
-    A tensor with several names is returned under each of them, because stages that are built later
-    may have only one of these names.
+    A tensor with several names is returned under each of them, because a stage that is built later
+    might use only one of these names.
     """
     found: dict[str, Part] = {}
     for stage in stages:

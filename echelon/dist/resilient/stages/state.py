@@ -1,8 +1,8 @@
-"""Keep the state of a pipeline's stages so that it survives the loss of ranks.
+"""Store the state of a pipeline's stages so that it survives the loss of ranks.
 
 Each rank copies the parameters, buffers and optimizer state of its stages into memory that outlives
 the rank; see `copied.py`. The copies use the names of the whole model, so that stages built on
-other ranks can be restored from them. Each rank keeps its own copy of the state that is equal on
+other ranks can be restored from them. Each rank stores its own copy of the state that is equal on
 all ranks, such as schedules, and of its RNG states.
 """
 
@@ -35,7 +35,7 @@ from echelon.dist.resilient.stages.setup import PipelineSetup, check_setup, part
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """The state that a rank keeps in its own memory."""
+    """The part of the state that a rank stores in its own memory."""
 
     also: list[dict[str, Any]]
     random: dict[str, Any]
@@ -52,12 +52,12 @@ class StagesState(CopiedState):
 
     @property
     def setup(self) -> PipelineSetup[Any]:
-        """The objects of the current world."""
+        """The program's training objects for the current world."""
         assert self._setup is not None
         return self._setup
 
     def forget(self) -> Callable[[], Pipeline | None]:
-        """Release the objects of the previous world, to free their memory for the next world.
+        """Release the training objects of the previous world, to free memory for the next world.
 
         Returns:
             A weak reference to the previous world's pipeline.
@@ -71,16 +71,16 @@ class StagesState(CopiedState):
         return before
 
     def adopt(self, setup: PipelineSetup[Any]) -> None:
-        """Check and adopt the objects of a new world. Local.
+        """Check and adopt the training objects of a new world. Local.
 
         Raises:
-            ValueError: a part of their state cannot be restored.
+            ValueError: a part of the objects' state cannot be restored.
         """
         check_setup(setup)
         self._setup = setup
 
     def agree(self, group: ProcessGroup) -> None:
-        """Exchange which parts of the model each rank holds. Collective.
+        """Exchange descriptions of the parts of the model that each rank holds. Collective.
 
         Raises:
             ValueError: the stages do not form the whole model, or the model has changed since the
@@ -132,12 +132,13 @@ class StagesState(CopiedState):
         return ShardsWriter(parts, setup.optimizer, exposed=exposed, facts=facts_of(setup))
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that state that several ranks hold is equal on them. Collective.
+        """Check that any state that several ranks hold is identical on these ranks. Collective.
 
-        This state is `also`, and the parts that several ranks hold, such as replicas.
+        This state consists of the `also` objects and of parts that several ranks hold, such as
+        replicas.
 
         Raises:
-            ValueError: a part differs between ranks, or cannot be compared.
+            ValueError: a part of this state differs between ranks, or cannot be compared.
         """
         rest = self._rest[self._at]
         assert rest is not None
@@ -164,7 +165,7 @@ class StagesState(CopiedState):
     # ---- after a loss ----
 
     def restore_rest(self, step: int | None) -> None:
-        """Restore `also` and the RNG states. Local."""
+        """Restore the state of the `also` objects and the RNG states. Local."""
         if step is not None:
             self._at = self._rest_steps.index(step)
         rest, also = self._rest[self._at], self.setup.also
@@ -223,7 +224,7 @@ class StagesState(CopiedState):
         self._rest_steps = [-1, -1]
 
     def restore(self) -> None:
-        """Restore the RNG states. No other state has changed since it was kept."""
+        """Restore the RNG states. No other state has changed since it was stored."""
         rest = self._rest[self._at]
         assert rest is not None
         set_random_state(rest.random)

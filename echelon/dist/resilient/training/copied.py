@@ -5,17 +5,17 @@ newest step for which copies of all parts exist. Each rank copies the state at t
 before the step ends, partly on a background thread while the step computes. The collective that
 ends the step returns the newest step whose copies are complete on all ranks: this step or, if a
 copy is void, the previous one. A step is therefore committed at least one step later than for a
-replicated model, and `CopiedState` keeps the states of two steps.
+replicated model, and `CopiedState` stores the states of two steps.
 
 [Note: joining a copied model] When ranks end a step to let other ranks join, they complete the
-copies of its result before the rendezvous. The end of the step is therefore the newest state with
-copies of all parts. No work is repeated, and the step is committed in the new world. A joining rank
-first receives the state that is not copied, and then restores its parts from the copies like any
-other rank. It counts as a newcomer until all copies of the new world are complete. If another rank
-is lost before then, the newcomer joins again from the start. Its copies may still be needed,
-because other ranks may already have released the copies of the old world. The newcomer therefore
-offers its copies like any other rank. It receives the rest of the state again only if it does not
-have that state for the chosen step.
+copies of its result before the rendezvous. The state at the end of the step is therefore the newest
+state with copies of all parts. No work is repeated, and the step is committed in the new world. A
+joining rank first receives the state that is not copied, and then restores its parts from the
+copies like any other rank. It counts as a newcomer until all copies of the new world are complete.
+If another rank is lost before then, the newcomer joins again from the start. Its copies might still
+be needed, because other ranks might already have released the copies of the old world. The newcomer
+therefore offers its copies like any other rank. It receives the rest of the state again only if it
+does not have that state for the chosen step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class CopiedTraining(Training[_T], ABC):
-    """One call to `run` or `run_pipeline` on this rank, with copies; see [Note: copied models]."""
+    """One call to `run` or `run_pipeline` for a copied model; see [Note: copied models]."""
 
     _state: CopiedState
 
@@ -89,7 +89,7 @@ class CopiedTraining(Training[_T], ABC):
         self._is_newcomer = False
 
     def _restore(self, group: ProcessGroup) -> None:
-        """Restore the chosen state in a new world, and make the first copies there. Collective."""
+        """Restore the chosen state in a new world, and make its first copies. Collective."""
         if self._choice is not None:
             self._state.restore_rest(self._choice.version.step)
         self._restore_parts(group)
@@ -108,7 +108,7 @@ class CopiedTraining(Training[_T], ABC):
         self._entered = self._epochs.number
 
     def _load(self, group: ProcessGroup) -> None:
-        """Load the newest checkpoint after all copies of a shard have been lost."""
+        """Load the newest checkpoint after all copies of a shard have been lost. Collective."""
         self._state.restart(group)
         rows = group.all_gather_object((self._call_from_checkpoint(), self._kept))
         newest = max(kept for _, kept in rows)
@@ -237,14 +237,14 @@ class CopiedTraining(Training[_T], ABC):
 
 
 def checkpoint_step(found: Sequence[Any], newest: int) -> int:
-    """Check that `from_checkpoint` returned one valid step on all ranks, and return that step.
+    """Check that `from_checkpoint` returned the same valid step on all ranks; return this step.
 
     Args:
         found: the result of `from_checkpoint` on each rank.
-        newest: the highest step that any rank had begun.
+        newest: the highest step that any rank has begun.
 
     Raises:
-        ValueError: the values differ, or cannot be a step of this run.
+        ValueError: the results differ between ranks, or are not a valid step of this run.
     """
     if any(one != found[0] for one in found):
         raise ValueError(f"from_checkpoint returned a different step on some ranks: {list(found)}")

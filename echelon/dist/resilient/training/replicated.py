@@ -1,13 +1,13 @@
 """Train a replicated model; when a rank is lost, the survivors repeat the step.
 
-[Note: kept and finished] Each rank keeps two step numbers. `kept` is the step at whose start the
-rank copied its state. `finished` is the first step that the rank has not finished. Each step ends
-with a barrier. A rank increments `finished` before the barrier. After the barrier, the rank copies
-its state and increments `kept`. The survivors' numbers therefore differ by at most one step. The
-survivors continue from the lowest value of `finished`. Every survivor has the state for that step,
-either live or as a copy.
+[Note: kept and finished] Each rank maintains two step numbers. `kept` is the step at whose start
+the rank copied its state. `finished` is the first step that the rank has not finished. Each step
+ends with a barrier. A rank increments `finished` before the barrier. After the barrier, the rank
+copies its state and increments `kept`. The survivors' numbers therefore differ by at most one step.
+The survivors continue from the lowest value of `finished`. Every survivor has the state for that
+step, either live or as a copy.
 
-The first call to `prepare` also counts as a step. A rank has finished this step once the call
+The first call to `prepare` also counts as a step. A rank has finished this step when the call
 returns.
 """
 
@@ -96,7 +96,8 @@ class Training(Generic[_T]):
         """Train up to the last step, in as many successive worlds as necessary.
 
         Args:
-            world: the world of the ranks that started together. A rank that joins later ignores it.
+            world: the world of the ranks that started together. A rank that joins later ignores
+                this argument.
         """
         now = self._be_admitted() if self._is_newcomer else world
         while True:
@@ -139,7 +140,7 @@ class Training(Generic[_T]):
                 raise JoinDue(f"ranks are due to join in epoch {entered}", operation="join")
 
     def _end_step(self, world: World) -> int:
-        """End a step on all ranks; return the epoch to enter next, or 0 for none. Collective."""
+        """End a step on all ranks; return the next epoch's number, or 0. Collective."""
         return self._joins.end_step(world.group, self._epochs.number)
 
     def _complete_copies(self) -> None:
@@ -149,7 +150,7 @@ class Training(Generic[_T]):
         """Wait for the thread that copies the state of an abandoned step."""
 
     def _is_kept(self, world: World) -> bool:
-        """Return whether the state must be copied because other ranks exist or may join."""
+        """Return whether the state must be copied because other ranks exist or can join."""
         return world.group.size > 1 or self._joins.is_on
 
     def _be_admitted(self) -> World:
@@ -194,7 +195,7 @@ class Training(Generic[_T]):
             raise error
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Keep the live state, to be restored after a loss, and pass the result to `on_commit`."""
+        """Copy the live state if `is_kept` is True, and pass the step's result to `on_commit`."""
         self._kept = self._finished
         self._keep_or_drop(is_kept=is_kept)
         if self._kept > self._first and self._on_commit is not None:
@@ -257,7 +258,7 @@ class Training(Generic[_T]):
         return epoch
 
     def _join(self, epoch: Epoch) -> World:
-        """Agree with an epoch's ranks on a step, restore its start state, and return the world."""
+        """Agree on a step with an epoch's ranks, restore its state, and return the world."""
         if not self._is_newcomer:  # the launcher then gives a rank that joins a limited time
             note_standing(replace(self._standing, meets=epoch.number))
         mine = {"process": process_identity()} | self._row(epoch)
@@ -274,11 +275,11 @@ class Training(Generic[_T]):
         return World(group, epoch.number, epoch.lost)
 
     def _hand_over(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Send the state to the joining ranks, or receive it; then compare it on all ranks.
+        """Send the state to the joining ranks or receive it, and then compare it on all ranks.
 
         Raises:
             ValueError: this rank cannot join, or the states of other ranks differ.
-            PeerLostError: a rank was lost, or the connection to it broke.
+            PeerLostError: a rank was lost, or a connection broke.
         """
         if not newcomers:
             return
@@ -307,7 +308,7 @@ class Training(Generic[_T]):
         return places_of(rows)
 
     def _kept_state(self) -> KeptState:
-        """Return `_state` as a `KeptState`; only for replicated models."""
+        """Return `_state` as a `KeptState`. Use this only for replicated models."""
         assert isinstance(self._state, KeptState), self._state
         return self._state
 
@@ -318,7 +319,7 @@ class Training(Generic[_T]):
         return {"kept": self._kept, "finished": self._finished}
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:  # noqa: ARG002 -- of sharded models
-        """Roll back to the step that all ranks share; return it and how many steps to repeat."""
+        """Roll back to a step that all ranks share; return it and the number of steps to repeat."""
         held = [row for row in rows if not is_newcomer(row)]
         target = min(int(row["finished"]) for row in held)
         repeats = int(any(row["kept"] == target for row in held) and target < self._total)
@@ -342,7 +343,8 @@ class Training(Generic[_T]):
     def _note(self, first_step: int, *, repeats: int = 0) -> bool:
         """Report that this rank is ready to train in the current epoch.
 
-        Return the result of `note_standing`.
+        Returns:
+            The result of `note_standing`.
         """
         self._standing = Standing(
             state=State.PROTECTED,
@@ -354,7 +356,7 @@ class Training(Generic[_T]):
         return note_standing(self._standing)
 
     def _settle(self, target: int) -> None:
-        """Make both the live state and the kept copy those at the start of step `target`."""
+        """Set the live state and its stored copy to the state at the start of step `target`."""
         if self._kept == target:
             self._state.restore()
         elif self._finished == target == self._kept + 1:

@@ -47,7 +47,7 @@ class StagedTraining(CopiedTraining[_T]):
 
     @property
     def setup(self) -> PipelineSetup[_T]:
-        """The objects of the current world."""
+        """The program's training objects for the current world."""
         return self._state.setup
 
     def _call_from_checkpoint(self) -> int:
@@ -55,7 +55,7 @@ class StagedTraining(CopiedTraining[_T]):
         return self._from_checkpoint(self.setup)
 
     def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Hand over the state that is not copied. The copies are read once the stages are built."""
+        """Send or receive the state that is not copied. Copies are read after stages are built."""
         if self._choice is not None and group.rank not in newcomers:
             self._state.select(self._choice.version.step)
         self._hand_over_rest(group, source, newcomers)
@@ -89,7 +89,7 @@ class StagedTraining(CopiedTraining[_T]):
 
 
 def _forget_frames(err: BaseException) -> None:
-    """Drop the tracebacks of an error, its causes and its contexts, to release their frames."""
+    """Clear the tracebacks of an error, its causes and its contexts, to release their frames."""
     seen: set[int] = set()
     left: list[BaseException | None] = [err]
     while left:

@@ -14,7 +14,7 @@ class World:
     Attributes:
         group: the group of these ranks; `echelon.dist.world()` returns the same group.
         epoch: the epoch's number, which is 0 at the start and increases with each loss and join.
-        lost: the ranks that were lost and not replaced, as numbered by the launcher.
+        lost: the ranks that were lost and have not been replaced, as numbered by the launcher.
 
     Example:
         >>> def prepare(world):

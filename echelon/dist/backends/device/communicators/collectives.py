@@ -18,7 +18,7 @@ _ON_BOOL = {"bor": "max", "max": "max", "band": "min", "min": "min"}
 def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> str:
     """Return the reason the library cannot run this kind of operation, or "" if it can.
 
-    bool arrays are reduced as bytes: "or" as the maximum, and "and" as the minimum.
+    bool arrays are reduced as bytes, with "or" as the maximum and "and" as the minimum.
     """
     del kind  # bytes can always be moved
     if not reduce_op:
@@ -33,7 +33,7 @@ def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> st
 class Collectives:
     """The collectives of one group on a device.
 
-    Callers must have entered the communicator (see `Handle.entered`).
+    Callers must hold the communicator (see `Handle.entered`).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Collectives:
             operation: the user's operation.
             source, target: the operation's arrays, as flat tensors.
             stream: the stream on which to queue the operation. The communicator's device must be
-                current.
+                the current device.
         """
         if max(0 if one is None else one.numel() for one in (source, target)) == 0:
             return  # all members know, since their shapes are equal

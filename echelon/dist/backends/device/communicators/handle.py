@@ -1,10 +1,10 @@
 """Own a communicator and free it exactly once.
 
 A library frees a communicator in `abort` and `destroy`, and any later use would access freed
-memory. All calls therefore go through one lock. When the communicator ends, new calls are rejected,
-blocked calls are revoked, and a separate thread frees the communicator after the last call has
-returned. If a library cannot revoke calls (NCCL before 2.29, oneCCL), a blocked communicator
-remains until the process exits.
+memory. All calls therefore go through one lock. When the communicator is shut down, new calls are
+rejected, blocked calls are revoked, and a separate thread frees the communicator after the last
+call has returned. If a library cannot revoke calls (NCCL before 2.29, oneCCL), a blocked
+communicator remains until the process exits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Handle:
 
     @property
     def is_ended(self) -> bool:
-        """True once the communicator rejects new calls because it is ending or has ended."""
+        """True if the communicator is ending or has ended, and therefore rejects new calls."""
         return bool(self._ends)
 
     @property
@@ -67,13 +67,13 @@ class Handle:
             self._inside.release()
 
     def abort(self, wait_s: float) -> bool:
-        """Abort and free the communicator; return whether it was freed within `wait_s`."""
+        """Abort and free the communicator; return whether it was freed within `wait_s` seconds."""
         return self._end(self._abort, wait_s)
 
     def destroy(self, wait_s: float) -> bool:
-        """Destroy an idle communicator; return whether it was freed within `wait_s`.
+        """Destroy an idle communicator; return whether it was freed within `wait_s` seconds.
 
-        The library may wait for the other members, and this wait cannot be interrupted.
+        The library might wait for the other members, and this wait cannot be interrupted.
         """
         return self._end(self._destroy, wait_s)
 

@@ -19,9 +19,9 @@ class Lanes:
     """The lanes of one group on one device. Lanes are created on demand.
 
     Args:
-        library: the library whose communicators transfer the messages.
+        library: the library whose communicators carry the messages.
         rank: this process's rank in the group.
-        name: the group's name, for errors.
+        name: the group's name, for error messages.
         index: the index of this rank's device.
         store: the store through which the two ends of a lane find each other.
         clock: the clock of the device.

@@ -1,8 +1,8 @@
 """Make calls on one communicator in order, without blocking the caller.
 
-The first call on a connection may block the host until all members make the same call, so it runs
-on a separate thread. A later call runs on the caller's thread, unless jobs are still queued. The
-separate thread ends when its queue is empty.
+The first call on a connection can block the host until all members make the same call, so it runs
+on a separate thread. Later calls run on the caller's thread, unless earlier jobs have not finished.
+The separate thread ends when its queue is empty.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ class Launcher:
         self._known: set[Hashable] = set()
 
     def knows(self, key: Hashable) -> bool:
-        """Return whether a job with this key has succeeded, so that later ones will not block."""
+        """Return whether a job with this key has succeeded.
+
+        If so, later jobs with this key do not block.
+        """
         return key in self._known
 
     def note(self, key: Hashable) -> None:
-        """Record that a call with this key has succeeded, before its job returns."""
+        """Record that a call with this key has succeeded. The job itself might still be running."""
         self._known.add(key)
 
     def launch(self, job: Job, key: Hashable) -> None:
         """Run a job on the caller's thread or on the launcher's thread.
 
         Args:
-            key: identifies the connections that the job uses; only their first use can block. None
-                means that the job may block every time.
+            key: identifies the connections that the job uses. Only the first use of a connection
+                can block. None means that the job can block every time.
         """
         with self._changed:
             is_free = not self._is_busy and not self._jobs

@@ -4,8 +4,8 @@ A send blocks its stream and its communicator until the receive runs. Every lane
 own communicator and its own stream, so lanes never wait for each other. A lane carries messages
 from one rank to another, in order, and is named after a tag or a channel.
 
-A lane is created by its first message or by a call to `open`. Libraries establish the connection
-in the first call, so one byte is sent over each new lane. The lane is open once this byte has
+A lane is created by its first message or by a call to `open`. Libraries establish a connection in
+the first call on it, so one byte is sent over each new lane. The lane is open when this byte has
 arrived.
 """
 
@@ -31,7 +31,7 @@ _MESSAGE = "message"  # all messages of a lane use one connection
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A lane's name, and its sender and receiver as group ranks."""
+    """The name of a lane, with its sender and receiver as group ranks."""
 
     sender: int
     receiver: int
@@ -47,7 +47,7 @@ class Lane:
     """One end of a lane.
 
     Args:
-        library: the library whose communicators transfer the messages.
+        library: the library whose communicators carry the messages.
         way: the lane's direction and name.
         rank: this process's rank in the group.
         index: the index of this rank's device.
@@ -112,7 +112,7 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def put(self, communicator: Any, source: Any, target: Any, stream: Any = None) -> None:
-        """Queue a message's bytes on a stream, by default on the lane's own stream."""
+        """Queue a message's bytes on `stream`, or on the lane's own stream by default."""
         as_bytes = self._library.torch.uint8
         source = None if source is None else source.view(as_bytes)
         target = None if target is None else target.view(as_bytes)
@@ -146,12 +146,12 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def abort(self, wait_s: float) -> bool:
-        """Abort running operations; return whether the communicator was freed within `wait_s`."""
+        """Abort operations; return whether the communicator was freed within `wait_s` seconds."""
         self._is_over = True
         return self._handle is None or self._handle.abort(wait_s)
 
     def destroy(self, wait_s: float) -> bool:
-        """Free an idle lane's communicator; return whether it was freed within `wait_s`."""
+        """Free an idle lane's communicator; return whether it was freed within `wait_s` seconds."""
         self._is_over = True
         return self._handle is None or self._handle.destroy(wait_s)
 

@@ -1,4 +1,4 @@
-"""Split the operations of a `coalesce()` block into groups; each group may run concurrently."""
+"""Split a `coalesce()` block into lists of operations that can run concurrently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Call:
 
 
 def connection_key(operation: Operation) -> tuple[object, ...]:
-    """Return a key that identifies the connections an operation uses."""
+    """Return a key that identifies the connections that an operation uses."""
     sizes = tuple(
         None if data is None else data.nbytes for data in (operation.source, operation.target)
     )
@@ -31,7 +31,7 @@ def connection_key(operation: Operation) -> tuple[object, ...]:
 def apart(batch: Sequence[Call]) -> list[list[Call]]:
     """Split a batch, in order, into lists of operations whose memory does not overlap.
 
-    A library may run the operations in one list concurrently.
+    A library is allowed to run the operations in one list concurrently.
     """
     parts: list[list[Call]] = []
     used: list[tuple[int, int]] = []

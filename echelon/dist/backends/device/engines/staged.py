@@ -68,7 +68,7 @@ class StagedEngine:
         self._is_closed = False
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return the reason the host engine refuses this kind of operation, or ""."""
+        """Return the reason the host engine refuses a kind of operation, or "" if it does not."""
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
@@ -129,7 +129,7 @@ class StagedEngine:
         return self._reason
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a no-op context manager."""
+        """Return a no-op context manager, because operations are not batched."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
@@ -167,7 +167,10 @@ class StagedEngine:
     def _stage(
         self, operation: Operation, watch: Watch, pending: DevicePending, down: Any
     ) -> _Staged:
-        """Queue the copy of an operation's input to the host. The device must be current."""
+        """Queue the copy of an operation's input to the host.
+
+        The operation's device must be the current device.
+        """
         source, target = pending.tensors
         copies: dict[int, Any] = {}
         for tensor, is_input in ((source, True), (target, False)):
@@ -209,7 +212,7 @@ class StagedEngine:
                 pause_s = min(2 * pause_s, _LONG_S)
 
     def _advance(self, running: list[_Staged]) -> bool:
-        """Advance the operations; return True if any of them advanced or if none are left."""
+        """Advance the operations; return True if any operation advanced or if none are left."""
         moved = False
         while self._coming and self._is_down(self._coming[0]):
             staged = self._coming.popleft()
@@ -257,7 +260,7 @@ class StagedEngine:
     def _on(self, index: int) -> tuple[Any, Any, DeviceClock]:
         """Return a device's two copy streams (to the host, to the device) and its clock.
 
-        The device must be current.
+        The device must be the current device.
         """
         with self._making:
             if index not in self._streams:

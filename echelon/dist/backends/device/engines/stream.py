@@ -2,14 +2,14 @@
 
 Each operation is queued on one of the engine's streams, behind the work on the caller's streams.
 `wait` makes the caller's streams wait for the operation, but the host does not wait for the device.
-Calls that may block the host run on a separate thread (`Launcher`), where the operation's
-timeout also applies.
+Calls that can block the host run on a separate thread (`Launcher`), where the operation's timeout
+also applies.
 
 Collectives share one communicator and one stream. Messages use lanes (see `Lane`). While a graph is
 being captured, operations are queued directly on the captured stream.
 
-The engine does not compare the ranks' calls, so mismatching calls lead to a timeout. The black box
-then shows the mismatch.
+The engine does not compare the ranks' calls, so mismatching calls lead to a timeout. In this case,
+the black box shows the mismatch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StreamEngine:
         """Create the group's communicator; every member must call this.
 
         Raises:
-            CollectiveTimeoutError: some members did not join within `timeout_s`.
+            CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
             RuntimeError: the library reported an error.
         """
         self.name = library.name
@@ -90,7 +90,7 @@ class StreamEngine:
         return refuses(self._library, kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
-        """Check the arrays' device and, during a capture, that the operation can be captured.
+        """Check the arrays' device and, during a graph capture, that the operation can be captured.
 
         Raises:
             ValueError: an array is on the wrong device, a captured operation needs a new
@@ -128,7 +128,7 @@ class StreamEngine:
     def submit(self, operation: Operation, watch: Watch) -> Pending:
         """Start one operation without blocking.
 
-        A detached send uses a copy of the array, so all ranks may send first and then receive.
+        A detached send uses a copy of the array, so all ranks can send first and then receive.
         """
         if self._reason is not None:
             raise self._reason
@@ -168,7 +168,7 @@ class StreamEngine:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Collect the operations submitted inside the block, and launch them together at its end.
+        """Collect the operations submitted in a `with` block, and launch them together at its end.
 
         If the block raises an exception, the operations fail without being launched.
         """
@@ -193,7 +193,7 @@ class StreamEngine:
     def drain(self, check: Callable[[], None]) -> None:
         """Block until the device has completed the group's collectives and the caller's work.
 
-        Messages may still be in flight.
+        Messages might still be in flight.
 
         Raises:
             Exception: any exception that `check` or the device raised.
@@ -345,7 +345,7 @@ class StreamEngine:
             time.sleep(_DRAIN_S)
 
     def _free(self, limit_s: float) -> None:
-        """Free all communicators concurrently, and wait for them until the deadline `limit_s`."""
+        """Free all communicators concurrently, waiting at most until the deadline `limit_s`."""
         owners: list[Handle | Lane] = [self._handle, *self._lanes.all()]
         for wait_s in (0.0, None):
             for one in owners:
@@ -355,7 +355,7 @@ class StreamEngine:
     def _failure(self) -> str:
         """Return the library's error, or "" if none is known.
 
-        The library is queried at most once every `_LOOK_S` seconds; other calls return "".
+        The library is queried at most once every `_LOOK_S` seconds. Calls in between return "".
         """
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
