@@ -1,4 +1,4 @@
-"""Determine what ended a job, and its exit code, from how its last world ended."""
+"""Determine why a job ended, and the exit code of its launchers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Coordinate a job: gather the nodes, start worlds, collect incidents, and end the job.
 
 The coordinator runs on the hosting node, in the agent's event loop. It communicates with all nodes,
-including its own, only through messages. Pure classes make the decisions, and the coordinator
+including its own, only through messages. Separate classes make the decisions, and the coordinator
 carries them out: `Roster` decides which nodes take part, `decide.Attempt` turns a world's events
 into actions, `StallRule` detects stalls, and `Restarting` decides how long a restart waits for the
 verdict.
 
 The user's stop signal is forwarded to the ranks at once, even while an incident is being collected.
-Only the end of an attempt waits for the incident. Failures are ordered by when they reach the
+Only the end of an attempt waits for the incident. Failures are ordered by their arrival at the
 coordinator, never by timestamps.
 """
 
@@ -342,7 +342,8 @@ class Coordinator:
         """Handle one or more ranks that ended at the same time.
 
         Args:
-            ended: the exit code of each rank that ended, or LOST.
+            ended: the exit code of each rank that ended; LOST for a rank that was lost with its
+                node.
             error: why the ranks could not be started; "" if they were started.
         """
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
@@ -364,7 +365,7 @@ class Coordinator:
             self._note_survived(world)
 
     def _note_survived(self, world: World) -> None:
-        """Treat any current stall as over: a rank was lost, and the other ranks continue."""
+        """Treat any current stall as ended, because a rank was lost and the others continue."""
         self._stalls.note_loss()
         if self._hung.is_killing:  # the stall lasts until the last of its ranks has ended
             return
@@ -481,7 +482,7 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send heartbeats; stop this node and return True if it may no longer host the job."""
+        """Send heartbeats. If this node must no longer host the job, stop it and return True."""
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -581,7 +582,7 @@ class Coordinator:
             self._decide(world, event)
 
     def _has_room(self, world: World) -> bool:
-        """Return whether a late node may add ranks to a running world."""
+        """Return whether a node that connects late can add ranks to a running world."""
         is_on = self._options.on_loss == REPLACE and not self._options.conf.failover
         is_running = world.attempt.phase is decide.Phase.RUNNING and not self._stop_signal
         return is_on and is_running and len(world.nodes) < self._options.max_nodes
@@ -599,7 +600,7 @@ class Coordinator:
         self._losses.note_grown(range(before, before + free[0].num_workers))
 
     def _is_disturbed(self, world: World) -> bool:
-        """Return whether an incident is being examined, which new ranks would disturb."""
+        """Return whether new ranks would disturb the handling of a stall or an incident."""
         is_stalled = world.rule.is_stalled or world.limits.is_reported
         awaits = self._incidents.is_collecting or world.attempt.awaits_collection
         return bool(is_stalled or awaits or self._todo)
@@ -650,7 +651,7 @@ class Coordinator:
         self._remember()
 
     def _remember(self) -> None:
-        """Send all decisions and findings to the other nodes, so that any of them can take over."""
+        """Send all decisions and findings to the other nodes, so that any node can take over."""
         if self._probing.is_over:
             self._restarting.suspected = None
         if self._succession is not None:
@@ -695,7 +696,7 @@ class Coordinator:
         return dict(zip(world.nodes, starts, strict=True))
 
     def _free_nodes(self) -> list[Node]:
-        """Return the connected nodes that are not part of the current world but may join it."""
+        """Return the connected nodes that are not part of the current world but could join it."""
         world = self._world
         if world is None:
             return []

@@ -3,21 +3,22 @@
 The other ranks do not wait: they continue among themselves, as under `--on-loss shrink`. Once the
 incident of the loss has been collected, a new process starts on the rank's node, from a standby
 process if one is ready. If the node itself was lost, one other node that runs no ranks takes over
-all of its ranks: a spare node, or one that connects later. The new process loads the program and
-reports that it has no state yet (`State.JOINING`). It is then admitted by a separate epoch, which
-the other ranks enter at the end of a step. Until then, the process is not a rank, and the other
-ranks are not affected if it ends. The ranks of a node that connects late, while the world has fewer
-nodes than `--nnodes` allows, join in the same way.
+all of its ranks. The other node is a spare node or a node that connects later. The new process
+loads the program and reports that it has no state yet (`State.JOINING`). It is then admitted by a
+separate epoch, which the other ranks enter at the end of a step. Until then, the process is not a
+rank, and the other ranks are not affected if it ends. The ranks of a node that connects late, while
+the world has fewer nodes than `--nnodes` allows, join in the same way.
 
-[Note: two processes of one rank] A node that is cut off may still be running its ranks after other
-processes have replaced them. Each epoch therefore identifies the process of a rank by how many
-processes held the rank before it (`Epoch.lives`). A process that finds that it has been replaced
-exits with an error.
+[Note: two processes of one rank] A node that is cut off might still be running its ranks after
+other processes have replaced these ranks. Each epoch therefore identifies the process of a rank by
+how many processes held the rank before it (`Epoch.lives`). A process that finds that it has been
+replaced exits with an error.
 
 [Note: no endless replacement] `--max-replacements` limits the number of replacement processes in a
-job. If a process exits on its own before it has joined, another one would exit in the same way, so
-no further process is started for that rank. A process that keeps the other ranks waiting for it is
-killed after `JOINS_S`. A process that is slow to load is not killed, because no rank waits for it.
+job. If a process exits on its own before it has joined, another process would probably exit in the
+same way, so no further process is started for that rank. A process that keeps the other ranks
+waiting for it is killed after `JOINS_S` seconds. A process that is slow to load is not killed,
+because no rank waits for it.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class _Stage(Enum):
 
 @dataclass(slots=True)
 class _Place:
-    """The replacement of one lost rank.
+    """The state of one lost rank's replacement.
 
     Attributes:
-        until_s: the deadline of the current stage. A process that is still loading the program by
-            then is reported; an admitted or dismissed process is killed; a killed process that is
-            still running is reported.
+        until_s: the deadline of the current stage. At the deadline, a process that is still loading
+            the program is reported, an admitted or dismissed process is killed, and a killed
+            process that is still running is reported.
         is_killed: whether the node was sent a command to kill the dismissed process.
     """
 
@@ -75,7 +76,7 @@ class Replacements:
         free: returns the connected nodes that run no ranks.
         start_joining: starts all ranks of a node as joining processes. The arguments are the world,
             the node's name, the newest epoch, and how many processes held each rank before.
-        joins_s: how long an admitted process may keep other ranks waiting for it to join.
+        joins_s: how long an admitted process is allowed to keep other ranks waiting, in seconds.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class Replacements:
 
         Args:
             why: the reason, as recorded in the report.
-            line: the line to print instead of the default one.
+            line: the line to print instead of the default line.
         """
         for rank in ranks:
             self._places.pop(rank, None)
@@ -199,7 +200,7 @@ class Replacements:
     def set_aside(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the lost ranks whose folders will be renamed to make room for new processes.
 
-        The result maps each rank to the number of its folders that were renamed before.
+        The result maps each rank to the number of its folders that have already been renamed.
         """
         wanted = self._at(_Stage.WANTED)[: self._max - self._num_started]
         return {rank: self._numbers.get(rank, 0) for rank in ranks if rank in wanted}
@@ -207,7 +208,7 @@ class Replacements:
     def note_ended(self, world: World, rank: int, code: int, error: str = "") -> decide.JoinerEnded:
         """Handle the end of a process that had not been admitted.
 
-        This may happen while the attempt is running or being stopped.
+        The attempt can be running or stopping at that time.
 
         Args:
             error: why the process could not be started; "" if it was started.
@@ -238,8 +239,8 @@ class Replacements:
         """Start, admit or kill processes as needed; return events for the attempt.
 
         Args:
-            may_start: whether processes may be started now.
-            may_grow: whether the ranks of late nodes may be admitted now.
+            may_start: whether processes can be started now.
+            may_grow: whether the ranks of late nodes can be admitted now.
         """
         self._follow(world)
         if not self.is_busy or world.attempt.phase is not decide.Phase.RUNNING:
@@ -318,7 +319,10 @@ class Replacements:
         return events
 
     def _admit(self, world: World, *, may_grow: bool) -> list[decide.Event]:
-        """Admit all waiting processes in one epoch, but a late node's ranks only all together."""
+        """Admit all waiting processes in one epoch.
+
+        The ranks of a late node are admitted only once all of them are waiting.
+        """
         started = self._at(_Stage.STARTED)
         ready = [rank for rank in self._admissions.waiting(world) if rank in started]
         new = [rank for rank in self._places if self._is_new(rank)]
@@ -352,7 +356,7 @@ class Replacements:
         return events
 
     def _watch_start(self, world: World, rank: int, now_s: float) -> None:
-        """Report, once, that a process is taking a long time to get ready to join."""
+        """Report once if a process is taking a long time to get ready to join."""
         place = self._places[rank]
         if now_s < place.until_s:
             return

@@ -52,7 +52,7 @@ class Failure:
     idle_ranks: tuple[int, ...] = ()
 
     def repeats(self, other: Failure) -> bool:
-        """Return whether this failure has the same cause and site as another one."""
+        """Return whether this failure has the same cause and site as another failure."""
         return self.cause == other.cause and self.site == other.site
 
 

@@ -24,7 +24,7 @@ class Memory:
         failures: the job's failures, oldest first.
         avoided: the names of the nodes that new worlds avoid.
         decisions: the restart decisions in report.json, oldest first.
-        over: the number of the latest attempt that has ended; -1 if none has.
+        over: the number of the latest attempt that has ended; -1 if no attempt has ended.
         suspected: the failure whose nodes must be probed before the next attempt, or None.
     """
 

@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A row of the table `ANSWERS`: what follows if a probe keeps failing.
+    """A row of the table `ANSWERS`: the response to a probe that fails repeatedly.
 
     Attributes:
         tries: the number of failed probes after which the node is replaced, if possible.

@@ -60,7 +60,7 @@ class Probing:
     """The probes that run on a job's nodes between two attempts.
 
     Args:
-        decisions: returns the report's decisions; findings are added to the last one.
+        decisions: returns the report's decisions. Findings are added to the last decision.
         host_address: the address at which nodes reach the hosting node.
         note: called after each round of probes.
     """
@@ -94,7 +94,7 @@ class Probing:
 
     @property
     def is_over(self) -> bool:
-        """True if no node is left to probe, so that the next world may begin."""
+        """True if no node is left to probe, so that the next world can begin."""
         return not self._suspects
 
     @property
