@@ -51,7 +51,7 @@ class Standings:
 
 
 def to_row(rank: int, standing: Standing) -> list[int]:
-    """Encode a standing as an element of `m.Standings`, with an age instead of a time."""
+    """Encode a standing as a row of `m.Standings`, with an age instead of a time."""
     age_ns = time.monotonic_ns() - standing.ready_mono_ns
     return [
         rank,

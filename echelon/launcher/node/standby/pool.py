@@ -5,7 +5,8 @@ another, at idle priority, while training is running steadily. When an attempt s
 take suitable standbys that are ready. All other ranks start as usual.
 
 If a standby ends unexpectedly, another one is started after a pause, until `_MAX_LOST` standbys
-are lost. In each of these cases, no standbys are kept, and the reason is reported in one line:
+have been lost. In the following cases, no standbys are kept, and the reason is reported in one
+line:
 
 - A module in the program's folder shadows a library that standbys load.
 - The program sets a variable that such a library reads.
