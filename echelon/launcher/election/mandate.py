@@ -48,7 +48,7 @@ class Mandate:
         index: the number of this version within its term.
         electorates: the sets of electors. A decision needs a majority of each set.
         members: the world's nodes, in rank order.
-        others: the electors that are not part of this world but still have a vote.
+        others: the electors that are not part of the current world but still have a vote.
         attempt: the number of the world's attempt.
         restarts: how many of `--max-restarts` have been used.
         num_attempts: how many attempts have ended.
@@ -80,7 +80,7 @@ class Mandate:
 
     @property
     def survives_host(self) -> bool:
-        """True if there are enough electors to replace the host if it is lost."""
+        """True if there are enough electors to elect another host after the loss of this host."""
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:

@@ -128,7 +128,7 @@ class Standby:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the host that this node follows has sent no heartbeat for 75% of the promise."""
+        """True if the current host has sent no heartbeat for 75% of the promise's duration."""
         elector = self._elector
         if self._candidacy is not None or elector.host in ("", self.name):
             return False

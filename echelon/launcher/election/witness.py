@@ -1,7 +1,7 @@
 """Vote without running any ranks, so that either of two nodes can continue alone.
 
 The witness keeps one `Elector` per job, in memory only. A witness that has been restarted has lost
-its promises, so it does not vote in a job until the job's host has registered again. A host may
+its promises, so it does not vote in a job until the job's host has registered again. A host can
 register only if its lease is valid without the witness, which rules out a host that has been
 replaced.
 """
