@@ -162,7 +162,7 @@ class GrpcLink:
                 _retired.append(self._loop)
 
     async def _session(self) -> None:
-        """Connect, and reconnect after failures, until the session is over.
+        """Connect, and reconnect after failures, until the session ends.
 
         Raises:
             LaunchError: the coordinator is lost.

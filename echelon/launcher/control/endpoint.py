@@ -58,7 +58,7 @@ def rendezvous(
     """Return the rendezvous that the command line specifies, or None for a single-node job.
 
     Raises:
-        ValueError: an option is missing or invalid, or two options contradict each other. The
+        ValueError: an option is missing or invalid, or two options contradict each other. The error
             message is a single line.
     """
     if args.standalone or args.nnodes == (1, 1):

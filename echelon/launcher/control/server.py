@@ -6,7 +6,7 @@ or once it has been silent for too long. Silence is measured on a clock that sto
 server's process is not running.
 
 Every frame is authenticated with the job's secret. If messages arrive faster than the coordinator
-can handle them, the nodes have to wait.
+can handle them, the server stops reading from the nodes until the coordinator has caught up.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class ControlServer:
 
         Raises:
             _TryAgainError: the peer's previous session has not ended yet, or this node does not
-                host the job but may be about to.
+                host the job now but might become the host.
             LaunchError: the message can neither start nor resume a session.
         """
         if not self._is_open:
@@ -396,11 +396,11 @@ class ControlServer:
 
 
 class _TryAgainError(LaunchError):
-    """The server cannot accept a greeting yet; the peer should try again."""
+    """An error: the server cannot accept a greeting yet, and the peer should try again."""
 
 
 class _Member:
-    """The state of a node or status client, kept across reconnections."""
+    """The state of a node or status client, preserved across reconnections."""
 
     def __init__(self, name: str, greeting: Event, heard_s: float, *, can_resume: bool) -> None:
         self.name = name

@@ -1,6 +1,6 @@
-"""Keep the state of a session across reconnections, without using sockets or clocks.
+"""Preserve the state of a session across reconnections, without using sockets or clocks.
 
-Messages are numbered, and kept until the peer has acknowledged them. If a connection breaks, the
+Messages are numbered, and stored until the peer has acknowledged them. If a connection breaks, the
 session continues on the next one, and no message is lost or delivered twice. The amount of sent but
 unacknowledged data is bounded.
 
