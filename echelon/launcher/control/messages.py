@@ -383,7 +383,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """A command: signal the running workers, and kill those still running after the grace period.
+    """A command: signal all workers, and kill the workers that outlive the grace period.
 
     Only the first `Stop` of an attempt signals the workers. If `urgent` is set, the node does not
     wait for an incident to be collected first. The ranks in `hung` are killed after one second.
@@ -446,7 +446,7 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Over:
-    """A command: exit this node's launcher with `exit_code`, because the job has ended."""
+    """A command: end this node's launcher with `exit_code`, because the job has ended."""
 
     exit_code: int
     ended_by: str

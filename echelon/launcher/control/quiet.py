@@ -1,7 +1,7 @@
 """Import gRPC with its log output to stderr disabled.
 
-The launcher reports connection problems itself. If the user has set GRPC_VERBOSITY, this value is
-respected.
+The launcher reports connection problems itself. If the user has set GRPC_VERBOSITY, the user's
+setting applies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Connect the coordinator to all nodes and status clients through a gRPC server on its own thread.
 
-Each node and each status client has one stream. If a node's stream breaks, the node may reconnect
+Each node and each status client has one stream. If a node's stream breaks, the node can reconnect
 and resume its session. A node counts as lost once its machine refuses connections to its life sign,
 or once it has been silent for too long. Silence is measured on a clock that stops while the
 server's process is not running.
@@ -63,7 +63,7 @@ class ControlServer:
     Args:
         events: the mailbox for received events, as (node, event) pairs.
         tls: the certificates; None for unencrypted connections.
-        lost_after_s: how long a node may be silent before it counts as lost, in seconds.
+        lost_after_s: how long a node can be silent before it counts as lost, in seconds.
         answer: returns the reply to a `Poll` or `Renew`, or None for any other message. Called on
             the server's thread.
         is_open: whether this node hosts the job. If not, the server only answers polls.

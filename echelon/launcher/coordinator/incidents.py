@@ -122,7 +122,7 @@ class Incidents:
     def note_loss(self, world: World) -> None:
         """Record that the current or most recent stall ended with the loss of a rank.
 
-        The verdict on the stall is still shown, because it may explain the loss.
+        The verdict on the stall is still shown, because it can explain the loss.
         """
         collection = self._collection
         if collection is not None and collection.kind == "stall":

@@ -1,7 +1,7 @@
 """Notify observers of a job's events.
 
-Observers keep statistics, send notices and serve metrics, but make no decisions. They are called on
-the coordinator's own thread, so they must not block. An observer that raises an exception is
+Observers collect statistics, send notices and serve metrics, but make no decisions. They are called
+on the coordinator's own thread, so they must not block. An observer that raises an exception is
 removed, and the job continues.
 """
 

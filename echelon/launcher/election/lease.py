@@ -9,8 +9,8 @@
     remaining lease
 
 Timestamps of different nodes are never compared: the lease is measured on the host's clock, and the
-permit on the node's clock. Both start when a message is sent, so a delayed reply can only shorten
-them.
+permit on the node's clock. Both periods start when a message is sent, so a delayed reply can only
+shorten them.
 
 A new host is elected by a majority whose promises have expired. By then, the former host's lease
 and all permits have expired too, and the ranks of the former world are dead or are being killed.

@@ -255,7 +255,7 @@ class Guard:
     def _allow_agent(self) -> None:
         """Permit the agent's children to read this process's stacks if Yama restricts such access.
 
-        A process keeps the permission across exec, but a forked child does not have it.
+        A process retains the permission across exec, but a forked child does not inherit it.
         """
         try:
             with open(_YAMA) as file:

@@ -171,7 +171,7 @@ class NodeAgent:
             self._standbys.start_next()
 
     def _is_steady(self) -> bool:
-        """Return whether this node is in a steady state, so that it may start a standby."""
+        """Return whether this node is in a steady state, so that it can start a standby."""
         if self._examination is not None or self._hook is not None:
             return False
         if not self.has_workers:

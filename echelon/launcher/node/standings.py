@@ -19,7 +19,7 @@ class Standings:
     """The reports of one attempt's ranks.
 
     Args:
-        workers: this node's workers; more may be added later.
+        workers: this node's workers; more workers can be added later.
         tell: a function that sends an event to the coordinator.
     """
 

@@ -105,7 +105,7 @@ class Workers:
         )
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when events may have arrived."""
+        """Return a descriptor that becomes readable when events might have arrived."""
         return self._socket.fileno()
 
     def spawn(

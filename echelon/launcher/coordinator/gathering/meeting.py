@@ -3,7 +3,7 @@
 The server is a separate process, so that a busy agent cannot delay the ranks' rendezvous. Its
 standard input is a pipe from the agent, which carries the agent's requests. When the agent exits,
 the pipe closes and the server exits too. The server ignores SIGTERM: if the whole node receives a
-SIGTERM, the ranks may still need the store to save their state.
+SIGTERM, the ranks might still need the store to save their state.
 """
 
 from __future__ import annotations

@@ -204,10 +204,11 @@ class Losses:
         return None
 
     def _read(self, world: World, ended: Iterable[int]) -> Known:
-        """Return all reports, including those that a node has not forwarded yet.
+        """Return all reports, including reports that a node has not forwarded yet.
 
-        The missing reports are looked up in the store, except for ranks that had been lost earlier:
-        the key that such a rank left in the store does not describe the process that replaced it.
+        The missing reports are looked up in the store, except for ranks that had been lost earlier.
+        The key that a lost rank left in the store does not describe the process that replaced the
+        rank.
         """
         gone = world.ended.keys() - {*ended} | world.published.keys()
         self._reports.ask_store(world, [one for one in range(world.size) if one not in gone])

@@ -338,7 +338,7 @@ class Replacements:
         return [rank for rank, place in self._places.items() if place.stage is stage]
 
     def _watch(self, world: World, now_s: float) -> list[decide.Event]:
-        """Stop tracking the processes that have joined; report or kill those that take too long."""
+        """Stop tracking processes that have joined; report or kill processes that take too long."""
         delaying = self._admissions.delayed_by(world)
         events: list[decide.Event] = []
         for rank, place in list(self._places.items()):
@@ -397,7 +397,7 @@ class Replacements:
         killed.
 
         Args:
-            ranks: the ranks whose processes to dismiss, some of which may have ended already.
+            ranks: the ranks whose processes to dismiss, some of which might have ended already.
         """
         self._vacant.clear()
         for rank in self._at(_Stage.WANTED):

@@ -1,4 +1,4 @@
-"""Serialize the restart policy's memory of a job for the nodes that may host the job next.
+"""Serialize the restart policy's memory of a job for the nodes that could host the job next.
 
 Without this memory, each failover would reset the counts of restarts and failures, and suspect
 nodes would be used again without a probe.

@@ -1,7 +1,7 @@
 """Define the restart policy's table, which `docs/restarts.md` shows.
 
 The first row that matches a failure applies. The column `repeats` limits how often the same failure
-may recur before the job completes a new step: with 0, the job stops at the first occurrence; with
+can recur before the job completes a new step: with 0, the job stops at the first occurrence; with
 1, it stops at the second; with None, only `--max-restarts` limits the restarts.
 """
 

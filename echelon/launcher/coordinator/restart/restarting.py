@@ -1,6 +1,6 @@
 """Handle the end of an attempt: wait for the verdict, decide whether to restart, and pause.
 
-Under the `smart` policy, a restart waits a few seconds for the verdict, which may show that a
+Under the `smart` policy, a restart waits a few seconds for the verdict, which can show that a
 restart would fail in the same way. A verdict that arrives too late still counts in later decisions.
 """
 

@@ -1,10 +1,10 @@
 """Decide whether another attempt follows, based on how the earlier attempts ended.
 
 The policy (`policy/policy.py`) decides what follows a failure, within the limit of
-`--max-restarts`. The loss of a node does not count as a restart, because the next world may succeed
-without that node. However, once several attempts in a row have lost a node soon after their start,
-each further such loss does count, so that the job cannot restart indefinitely. The departure of a
-node on request, a preemption, and a stop by the user are not failures.
+`--max-restarts`. The loss of a node does not count as a restart, because the next world might
+succeed without that node. However, once several attempts in a row have lost a node soon after their
+start, each further such loss does count, so that the job cannot restart indefinitely. The departure
+of a node on request, a preemption, and a stop by the user are not failures.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ class Waiting:
     def _for_rank(self, environ: Mapping[str, str]) -> dict[str, object]:
         """Return a rank's environment, and its differences from the standby's initial environment.
 
-        Variables that the interpreter has added are not among the differences, so they are kept.
+        Variables that the interpreter has added are not among the differences, so they are
+        retained.
         """
         own = self._environ
         return {
@@ -152,7 +153,7 @@ class Waiting:
     def raise_priority(self) -> None:
         """Restore the usual priority of all threads, and schedule the next call.
 
-        The call is repeated every five seconds, because a library may lower the priority again.
+        The call is repeated every five seconds, because a library might lower the priority again.
         """
         self.raise_at_s += _AGAIN_S
         if os.sched_getscheduler(0) == os.SCHED_IDLE:
