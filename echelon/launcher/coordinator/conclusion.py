@@ -1,4 +1,4 @@
-"""Determine why a job ended, and the exit code of its launchers."""
+"""Determine why a job ended, and which exit code its launchers return."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ class Coordinator:
         self._tell(present, m.TellStatus(visitor=visitor))
 
     def _stop(self, node: str, number: int) -> None:
-        """Handle a stop signal from the user: end the job, or let only the signalled node leave."""
+        """Handle a stop signal from the user: end the job, or let only the signaled node leave."""
         world = self._world
         is_host = node == self._options.node_name
         is_late = world is not None and node in world.present and node not in world.members
@@ -482,7 +482,10 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send heartbeats. If this node must no longer host the job, stop it and return True."""
+        """Send heartbeats, and stop this node if it must no longer host the job.
+
+        Return whether the node was stopped.
+        """
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -612,7 +615,7 @@ class Coordinator:
         self._store_died = bool(how)
 
     def _act_all(self, world: World) -> None:
-        """Carry out the pending actions, except those that must wait for the current incident."""
+        """Carry out the pending actions, except actions that must wait for the current incident."""
         waiting: deque[decide.Action] = deque()
         while self._todo:
             action = self._todo.popleft()
@@ -748,7 +751,8 @@ class Coordinator:
         """Notify the remaining ranks that the ranks of a lost node will never respond.
 
         A rank that handles SIGTERM to save its state cannot act on the signal while it is blocked
-        in a collective. Without this notice, it would wait there for the whole grace period.
+        in a collective. Without this notice, the rank would wait in the collective for the whole
+        grace period.
         """
         ranks = world.ranks_lost_for_good
         if not ranks:
@@ -831,7 +835,7 @@ class Coordinator:
         self._finish(ended_by, code)
 
     def _note_stopped(self) -> None:
-        """Report the step at which the last attempt stopped; do nothing if none was started."""
+        """Report the step at which the last attempt stopped, if any attempt was started."""
         if self._latest < 0:
             return
         stopped = where_it_stopped(self._run, self._latest)

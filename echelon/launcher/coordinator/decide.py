@@ -11,9 +11,9 @@ ended, unless a stop signal from outside the job killed the first worker that fa
 a scheduler might be stopping every process on the node.
 
 If a worker is lost and the others continue, the phase does not change, and an incident is collected
-after a pause of the same length. A process that replaces a lost worker (a joiner) does not count as
-a worker until it has been admitted. If a joiner ends before its admission, the workers are not
-affected. If no worker remains, the joiners are dismissed.
+after a pause of 0.5 s. A process that replaces a lost worker (a joiner) does not count as a worker
+until it has been admitted. If a joiner ends before its admission, the workers are not affected. If
+no worker remains, the joiners are dismissed.
 
 Each node enforces the grace period between SIGTERM and SIGKILL on its own. The coordinator's
 backstop is a longer time limit for nodes that do not kill their workers in time. A second stop
@@ -157,7 +157,7 @@ class CollectIncident:
 
     Attributes:
         is_early: whether the incident was triggered by a learned limit, before the stall timeout.
-            An early incident never stops any rank.
+            An early incident never causes ranks to be stopped.
         lost: the lost ranks, if the attempt continues without them; () otherwise.
     """
 
@@ -360,7 +360,7 @@ class Attempt:
 
 
 def describe_code(code: int) -> str:
-    """Describe how a process ended, such as "exited with code 1" or "was killed by SIGKILL"."""
+    """Describe how a process ended, e.g., "exited with code 1" or "was killed by SIGKILL"."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -91,7 +91,8 @@ class World:
 
         Args:
             nodes: the nodes in rank order.
-            report_s: the longest interval between two reports from a node whose ranks are running.
+            report_s: the longest interval, in seconds, between two reports from a node whose ranks
+                are running.
             now_mono_ns: the current time on the clock by which the ranks' progress is measured;
                 None means the monotonic clock.
         """
@@ -212,7 +213,7 @@ class World:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
     def grow(self, node: Node, epoch: int) -> range:
-        """Add a node that connected late; return its ranks, which follow all other ranks.
+        """Add a node that connected late; return its ranks, numbered after all other ranks.
 
         Until they are admitted, the ranks count as lost before `epoch`.
         """

@@ -24,7 +24,7 @@ class Canvass:
 
     Attributes:
         node: the name of the node that asks.
-        term: the term in which that node would be the host.
+        term: the term in which the node would be the host.
         version: the version of the mandate that the node holds.
         is_binding: whether a granted vote binds the elector. A node first sends requests that are
             not binding.

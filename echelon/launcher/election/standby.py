@@ -114,7 +114,7 @@ class Standby:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """Renew this node's promise to itself as the host, so that it votes for no other node."""
+        """Renew the promise of this host to itself, so that it does not vote for another node."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 

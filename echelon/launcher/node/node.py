@@ -419,8 +419,8 @@ class NodeAgent:
     def stop(self, command: m.Stop) -> None:
         """Stop all workers: signal them, and kill them after the grace period.
 
-        A snapshot in progress is completed first; an urgent command skips its remaining waits. Only
-        the first call in an attempt has an effect.
+        A snapshot in progress is completed first. An urgent command skips the snapshot's remaining
+        waits. Only the first call in an attempt has an effect.
         """
         self._give_up_start()
         if self._grace.is_running:

@@ -2,10 +2,10 @@
 
 [Note: why rings are not on the disk] The kernel writes the pages of a mapped file back to the disk.
 If a program modifies a page while the kernel writes it back, the program can block on the file
-system. On a busy disk, this stops a rank for seconds. The launcher therefore stores the rings in a
-folder in /dev/shm, where memory accesses never wait for a disk. Once the workers have ended, each
-ring is moved to its rank's folder in the run directory. If the agent is killed, the guard moves the
-rings.
+system. On a busy disk, such a wait stops a rank for seconds. The launcher therefore stores the
+rings in a folder in /dev/shm, where memory accesses never wait for a disk. Once the workers have
+ended, each ring is moved to its rank's folder in the run directory. If the agent is killed, the
+guard moves the rings.
 
 If both the agent and the guard are killed, the next launcher on the node cleans up. The file `home`
 in the folder names the run to which the folder belongs. The agent and the guard hold a lock on this

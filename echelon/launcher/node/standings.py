@@ -1,4 +1,4 @@
-"""Forward the reports of this node's ranks about `resilient.run` to the coordinator.
+"""Forward to the coordinator what this node's ranks report about `resilient.run`.
 
 Each rank writes its report to a file in its own folder.
 """

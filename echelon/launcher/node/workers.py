@@ -168,7 +168,7 @@ class Workers:
         self._send({"do": "take", "index": index, "as": as_index, "env": rings, "group": group})
 
     def hold(self, folder: str) -> None:
-        """Have the guard lock a folder of rings, and remove the folder if the agent is killed."""
+        """Make the guard lock a folder of rings; it removes the folder if the agent is killed."""
         self._send({"do": "hold", "folder": folder})
 
     def signal(self, index: int, number: int, *, alone: bool = False) -> None:

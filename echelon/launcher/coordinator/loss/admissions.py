@@ -19,7 +19,7 @@ from echelon.recorder.continuation import Epoch
 
 
 class Admissions:
-    """The replaced ranks of the current attempt, from their start until they have joined.
+    """The ranks being replaced in the current attempt, until their new processes have joined.
 
     Args:
         epochs: the attempt's epochs.
@@ -44,7 +44,7 @@ class Admissions:
         """Prepare for a new process to replace a rank; return the number of the newest epoch.
 
         Args:
-            life: how many processes have held this rank before.
+            life: how many earlier processes held this rank.
         """
         self._reports.forget(rank)
         self._epochs.lives[rank] = life

@@ -179,8 +179,8 @@ class Losses:
         """Check whether all ranks of the newest epoch are ready; if so, print how they continue.
 
         A rank can finish its training without noticing a loss. The other ranks would then wait for
-        it indefinitely, so a further epoch that lists this rank as done is published, and the loss
-        becomes a failure.
+        this rank indefinitely, so a further epoch that lists this rank as done is published, and
+        the loss becomes a failure.
 
         Returns:
             The first lost rank, if its loss has just become a failure; None otherwise.

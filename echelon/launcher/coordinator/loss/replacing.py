@@ -5,9 +5,10 @@ incident of the loss has been collected, a new process starts on the rank's node
 process if one is ready. If the node itself was lost, one other node that runs no ranks takes over
 all of its ranks. The other node is a spare node or a node that connects later. The new process
 loads the program and reports that it has no state yet (`State.JOINING`). It is then admitted by a
-separate epoch, which the other ranks enter at the end of a step. Until then, the process is not a
-rank, and the other ranks are not affected if it ends. The ranks of a node that connects late, while
-the world has fewer nodes than `--nnodes` allows, join in the same way.
+separate epoch (a new published list of ranks), which the other ranks enter at the end of a step.
+Until then, the process is not a rank, and the other ranks are not affected if it ends. The ranks of
+a node that connects late, while the world has fewer nodes than `--nnodes` allows, join in the same
+way.
 
 [Note: two processes of one rank] A node that is cut off might still be running its ranks after
 other processes have replaced these ranks. Each epoch therefore identifies the process of a rank by
@@ -75,7 +76,7 @@ class Replacements:
         report: the job's report, to which each rank that is not replaced is added.
         free: returns the connected nodes that run no ranks.
         start_joining: starts all ranks of a node as joining processes. The arguments are the world,
-            the node's name, the newest epoch, and how many processes held each rank before.
+            the node's name, the newest epoch, and how many earlier processes held each rank.
         joins_s: how long an admitted process is allowed to keep other ranks waiting, in seconds.
     """
 
@@ -117,7 +118,7 @@ class Replacements:
         return min((place.until_s for place in self._places.values()), default=float("inf"))
 
     def is_joining(self, world: World, rank: int) -> bool:
-        """Return whether a replacement process is running for a rank but is not admitted."""
+        """Return whether a replacement process is running for a rank but is not admitted yet."""
         self._follow(world)
         place = self._places.get(rank)
         return place is not None and place.stage in (_Stage.STARTED, _Stage.DISMISSED)

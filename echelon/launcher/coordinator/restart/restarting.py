@@ -110,7 +110,7 @@ class Restarting:
         return decision.action is not Action.STOP
 
     def history(self) -> str:
-        """Return a JSON description, for the workers, of how the earlier attempts ended."""
+        """Return JSON that describes to the workers how the earlier attempts ended."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:
@@ -137,7 +137,7 @@ class Restarting:
         self.over, self.suspected = known.over, known.suspected
 
     def _revise(self) -> None:
-        """Update the facts about earlier failures with verdicts that have arrived since then."""
+        """Update the facts about earlier failures with newly arrived verdicts."""
         late, self._late = self._late, []
         for world, incident in late:
             if self._verdicts.is_open(incident):

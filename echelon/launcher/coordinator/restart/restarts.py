@@ -134,7 +134,7 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether a restart does not use up the budget, because nodes were lost or left."""
+        """Return whether a restart is exempt from the budget, because nodes were lost or left."""
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

@@ -1,18 +1,18 @@
 """Pause a Python process before it runs its script, with the libraries already loaded.
 
-[Note: how a standby waits] A standby is started with the rank's own command line, such as `python
--u train.py`. This folder is at the front of its PYTHONPATH, so the interpreter imports this file
-before it opens the script. The file loads the libraries, and returns only when the agent assigns
-the process to a rank. Then the interpreter runs the script as usual. `__main__`, `sys.path[0]`,
-exit codes, tracebacks and the command line are the same as in any other process.
+[Note: how a standby waits] A standby is started with the rank's own command line, for example
+`python -u train.py`. This folder is at the front of its PYTHONPATH, so the interpreter imports this
+file before it opens the script. The file loads the libraries, and returns only when the agent
+assigns the process to a rank. Then the interpreter runs the script as usual. `__main__`,
+`sys.path[0]`, exit codes, tracebacks and the command line are the same as in any other process.
 
 An error in this file must end the process, because the interpreter would otherwise run the script
 without an assigned rank. For the same reason, the agent first starts one interpreter with
 `ECHELON_STANDBY=check`, which exits in this file.
 
 The variables that imports read from the environment are recorded. A rank with different values of
-these variables cannot use this process. Nothing from the package is imported, because the program
-and the launcher might use different interpreters.
+these variables cannot use this process. The code of this file imports nothing from the package,
+because the program and the launcher might use different interpreters.
 
     agent -> standby   one byte, with the descriptors of a file and, optionally, of stdin; the file
                        contains {environ, gone, changed, cwd}: the rank's environment, the names of
@@ -224,7 +224,7 @@ def _spans_hosts() -> bool:
 
 
 def _changes_path(tree: ast.AST) -> bool:
-    """Return whether a script might change which modules `sys.path` leads to."""
+    """Return whether a script might change `sys.path` other than by appending to it."""
     import ast
 
     found = [one for one in ast.walk(tree) if isinstance(one, (ast.Attribute, ast.ImportFrom))]
