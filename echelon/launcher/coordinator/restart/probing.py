@@ -5,7 +5,7 @@
        +-- back-off -----------------+-- a probe failed: excluded if another node can take its place
 
 To measure a link, a partner node is first asked to listen. Then the suspect node measures the link
-to the partner. Probes run on the nodes and are requested through network messages, so this module
+to the partner. Probes run on the nodes and are requested through control messages, so this module
 never blocks. The findings are added to `report.json` and to the incidents of the next attempt.
 """
 
