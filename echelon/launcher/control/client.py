@@ -66,7 +66,7 @@ class GrpcLink:
         hello: the greeting to send.
         join_timeout_s: how long to try to connect, in seconds.
         tls: the certificates; None for unencrypted connections.
-        lost_after_s: how long the coordinator may be silent before it counts as lost, in seconds.
+        lost_after_s: how long the coordinator can be silent before it counts as lost, in seconds.
             Once the link is connected, the host's value applies instead.
         is_last: whether this is the last link that this process will open.
 
@@ -119,7 +119,7 @@ class GrpcLink:
             self._loop.call_soon_threadsafe(self._put, pack(event))
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when commands may have arrived."""
+        """Return a descriptor that becomes readable when commands might have arrived."""
         return self._incoming.fileno()
 
     def take(self) -> list[Command | None]:
@@ -162,7 +162,7 @@ class GrpcLink:
                 _retired.append(self._loop)
 
     async def _session(self) -> None:
-        """Connect, and reconnect after failures, until the session is over.
+        """Connect, and reconnect after failures, until the session ends.
 
         Raises:
             LaunchError: the coordinator is lost.
@@ -268,7 +268,7 @@ class GrpcLink:
 
     @property
     def _silence_s(self) -> float:
-        """How long a stream may be silent before the link reconnects, in seconds."""
+        """How long a stream can be silent before the link reconnects, in seconds."""
         return min(self._lost_after_s, max(self._lost_after_s / _TRIES, _LEAST_SILENCE_S))
 
     @property

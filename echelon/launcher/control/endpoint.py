@@ -3,8 +3,8 @@
 The endpoint is the address that other nodes connect to. The host cannot always bind this address:
 on Debian, for example, a machine's own name resolves to the loopback address 127.0.1.1.
 
-If a node sets `is_host`, it is the host. By default, the host is the node with node rank 0 or, if
-no node ranks are given, the node that owns the endpoint's address.
+If a node sets `is_host` to true, this node is the host. By default, the host is the node with node
+rank 0 or, if no node ranks are given, the node that owns the endpoint's address.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rendezvous(
     """Return the rendezvous that the command line specifies, or None for a single-node job.
 
     Raises:
-        ValueError: an option is missing or invalid, or two options contradict each other. The
+        ValueError: an option is missing or invalid, or two options contradict each other. The error
             message is a single line.
     """
     if args.standalone or args.nnodes == (1, 1):

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Mailbox(Generic[_T]):
-    """A queue with a descriptor that a select loop can watch. Any thread may call `put`."""
+    """A queue with a descriptor that a select loop can watch. Any thread can call `put`."""
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
@@ -28,7 +28,7 @@ class Mailbox(Generic[_T]):
         self._closed = False
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when items may have arrived."""
+        """Return a descriptor that becomes readable when items might have arrived."""
         return self._read_end
 
     @property
@@ -75,7 +75,7 @@ class Link(Protocol):
         """Send an event without blocking."""
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when commands may have arrived."""
+        """Return a descriptor that becomes readable when commands might have arrived."""
 
     def take(self) -> list[Command | None]:
         """Return the commands that have arrived, followed by None if the coordinator is lost."""

@@ -111,7 +111,7 @@ class Sights:
     `folded` aggregates all ranks that have a ring; it is [] if no rank has one. Its elements are:
 
     - the node's first rank
-    - whether any of these ranks is initialised
+    - whether any of these ranks is initialized
     - the time since the last progress in ms (-1: none)
     - the age of the oldest pending operation in ms (-1: none)
     - the rank with the oldest pending operation
@@ -121,7 +121,7 @@ class Sights:
     `ranks` contains one list for each of the other ranks:
 
     - the rank
-    - whether the rank is initialised
+    - whether the rank is initialized
     - the time since the last progress in ms (-1: none)
     - the age of the oldest pending operation in ms (-1: none)
     - the number of signs of activity
@@ -129,7 +129,7 @@ class Sights:
     - the number of dumps that torch wrote on its own
 
     `dumped_rank` is the folded rank that wrote the latest dump; -1 if none of them wrote one. The
-    remaining fields summarise the histories of the folded ranks; see `limits.node.Summary`.
+    remaining fields summarize the histories of the folded ranks; see `limits.node.Summary`.
     """
 
     attempt: int
@@ -185,7 +185,7 @@ class Standings:
     - the rank's epoch
     - the first step of that epoch
     - how many steps the rank repeats
-    - how long ago the rank became ready, in ms
+    - how long ago the rank became ready, in ms (-1: not ready)
     - when the rank became ready, in ns on its node's monotonic clock; comparable only with the
       timestamps in the rank's own black box
     - the epoch that the rank is entering together with joining ranks; 0 if none
@@ -383,10 +383,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """A command: signal the running workers, and kill those still running after the grace period.
+    """A command: signal all workers, and kill the workers that outlive the grace period.
 
-    Only the first `Stop` of an attempt signals the workers. If `urgent`, the node does not wait
-    for an incident to be collected first. The ranks in `hung` are killed after one second.
+    Only the first `Stop` of an attempt signals the workers. If `urgent` is set, the node does not
+    wait for an incident to be collected first. The ranks in `hung` are killed after one second.
     """
 
     number: int
@@ -412,7 +412,7 @@ class KillRanks:
 class Replace:
     """A command: start a process to replace a lost rank.
 
-    The lost rank's folder is kept under another name.
+    The lost rank's folder is renamed, not deleted.
     """
 
     attempt: int
@@ -446,7 +446,7 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Over:
-    """A command: exit this node's launcher with `exit_code`, because the job is over."""
+    """A command: end this node's launcher with `exit_code`, because the job has ended."""
 
     exit_code: int
     ended_by: str
@@ -455,7 +455,7 @@ class Over:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TellStatus:
-    """A command: report this node's ranks to a status client in a `Statuses` message."""
+    """A command: send the state of this node's ranks to a status client, as `Statuses`."""
 
     visitor: str
 
@@ -480,7 +480,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryWays:
-    """A command: try to connect to each of `places`, given as [host, address, port]."""
+    """A command: try to connect to each of `places`, given as [host, address, port] lists."""
 
     places: list[list[str]]
 
@@ -542,7 +542,7 @@ _PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": 
 
 
 def _check(annotation: object, value: object) -> None:
-    """Check that a value has the type of its field: a plain type, or a possibly nested list of one.
+    """Check that a value has its field's type: a plain type, or (nested) lists of a plain type.
 
     Raises:
         TypeError: the value has another type.

@@ -1,6 +1,7 @@
-"""Import gRPC with its messages to stderr disabled.
+"""Import gRPC with its log output to stderr disabled.
 
-The launcher reports connection problems itself. A GRPC_VERBOSITY set by the user is respected.
+The launcher reports connection problems itself. If the user has set GRPC_VERBOSITY, the user's
+setting applies.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Connect the coordinator to all nodes and status clients through a gRPC server on its own thread.
 
-Each node and each status client has one stream. If a node's stream breaks, the node may reconnect
+Each node and each status client has one stream. If a node's stream breaks, the node can reconnect
 and resume its session. A node counts as lost once its machine refuses connections to its life sign,
 or once it has been silent for too long. Silence is measured on a clock that stops while the
 server's process is not running.
 
 Every frame is authenticated with the job's secret. If messages arrive faster than the coordinator
-can handle them, the nodes have to wait.
+can handle them, the server stops reading from the nodes until the coordinator has caught up.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ControlServer:
     Args:
         events: the mailbox for received events, as (node, event) pairs.
         tls: the certificates; None for unencrypted connections.
-        lost_after_s: how long a node may be silent before it counts as lost, in seconds.
+        lost_after_s: how long a node can be silent before it counts as lost, in seconds.
         answer: returns the reply to a `Poll` or `Renew`, or None for any other message. Called on
             the server's thread.
         is_open: whether this node hosts the job. If not, the server only answers polls.
@@ -274,7 +274,7 @@ class ControlServer:
 
         Raises:
             _TryAgainError: the peer's previous session has not ended yet, or this node does not
-                host the job but may be about to.
+                host the job now but might become the host.
             LaunchError: the message can neither start nor resume a session.
         """
         if not self._is_open:
@@ -396,11 +396,11 @@ class ControlServer:
 
 
 class _TryAgainError(LaunchError):
-    """The server cannot accept a greeting yet; the peer should try again."""
+    """An error: the server cannot accept a greeting yet, and the peer should try again."""
 
 
 class _Member:
-    """The state of a node or status client, kept across reconnections."""
+    """The state of a node or status client, preserved across reconnections."""
 
     def __init__(self, name: str, greeting: Event, heard_s: float, *, can_resume: bool) -> None:
         self.name = name

@@ -1,6 +1,6 @@
-"""Keep the state of a session across reconnections, without using sockets or clocks.
+"""Preserve the state of a session across reconnections, without using sockets or clocks.
 
-Messages are numbered, and kept until the peer has acknowledged them. If a connection breaks, the
+Messages are numbered, and stored until the peer has acknowledged them. If a connection breaks, the
 session continues on the next one, and no message is lost or delivered twice. The amount of sent but
 unacknowledged data is bounded.
 
@@ -49,7 +49,7 @@ class Session:
 
     @property
     def owes_acknowledgement(self) -> bool:
-        """True if an acknowledgement is due, because the peer may be waiting for one."""
+        """True if an acknowledgment is due, because the peer might be waiting for it."""
         return self._unacknowledged_bytes >= _ACK_BYTES
 
     def put(self, message: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Determine what ended a job, and its exit code, from how its last world ended."""
+"""Determine why a job ended, and which exit code its launchers return."""
 
 from __future__ import annotations
 

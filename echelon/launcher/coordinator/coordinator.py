@@ -1,13 +1,13 @@
 """Coordinate a job: gather the nodes, start worlds, collect incidents, and end the job.
 
 The coordinator runs on the hosting node, in the agent's event loop. It communicates with all nodes,
-including its own, only through messages. Pure classes make the decisions, and the coordinator
+including its own, only through messages. Separate classes make the decisions, and the coordinator
 carries them out: `Roster` decides which nodes take part, `decide.Attempt` turns a world's events
 into actions, `StallRule` detects stalls, and `Restarting` decides how long a restart waits for the
 verdict.
 
 The user's stop signal is forwarded to the ranks at once, even while an incident is being collected.
-Only the end of an attempt waits for the incident. Failures are ordered by when they reach the
+Only the end of an attempt waits for the incident. Failures are ordered by their arrival at the
 coordinator, never by timestamps.
 """
 
@@ -308,7 +308,7 @@ class Coordinator:
         self._tell(present, m.TellStatus(visitor=visitor))
 
     def _stop(self, node: str, number: int) -> None:
-        """Handle a stop signal from the user: end the job, or let only the signalled node leave."""
+        """Handle a stop signal from the user: end the job, or let only the signaled node leave."""
         world = self._world
         is_host = node == self._options.node_name
         is_late = world is not None and node in world.present and node not in world.members
@@ -342,7 +342,8 @@ class Coordinator:
         """Handle one or more ranks that ended at the same time.
 
         Args:
-            ended: the exit code of each rank that ended, or LOST.
+            ended: the exit code of each rank that ended; LOST for a rank that was lost with its
+                node.
             error: why the ranks could not be started; "" if they were started.
         """
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
@@ -364,7 +365,7 @@ class Coordinator:
             self._note_survived(world)
 
     def _note_survived(self, world: World) -> None:
-        """Treat any current stall as over: a rank was lost, and the other ranks continue."""
+        """Treat any current stall as ended, because a rank was lost and the others continue."""
         self._stalls.note_loss()
         if self._hung.is_killing:  # the stall lasts until the last of its ranks has ended
             return
@@ -481,7 +482,10 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send heartbeats; stop this node and return True if it may no longer host the job."""
+        """Send heartbeats, and stop this node if it must no longer host the job.
+
+        Return whether the node was stopped.
+        """
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -581,7 +585,7 @@ class Coordinator:
             self._decide(world, event)
 
     def _has_room(self, world: World) -> bool:
-        """Return whether a late node may add ranks to a running world."""
+        """Return whether a node that connects late can add ranks to a running world."""
         is_on = self._options.on_loss == REPLACE and not self._options.conf.failover
         is_running = world.attempt.phase is decide.Phase.RUNNING and not self._stop_signal
         return is_on and is_running and len(world.nodes) < self._options.max_nodes
@@ -599,7 +603,7 @@ class Coordinator:
         self._losses.note_grown(range(before, before + free[0].num_workers))
 
     def _is_disturbed(self, world: World) -> bool:
-        """Return whether an incident is being examined, which new ranks would disturb."""
+        """Return whether new ranks would disturb the handling of a stall or an incident."""
         is_stalled = world.rule.is_stalled or world.limits.is_reported
         awaits = self._incidents.is_collecting or world.attempt.awaits_collection
         return bool(is_stalled or awaits or self._todo)
@@ -611,7 +615,7 @@ class Coordinator:
         self._store_died = bool(how)
 
     def _act_all(self, world: World) -> None:
-        """Carry out the pending actions, except those that must wait for the current incident."""
+        """Carry out the pending actions, except actions that must wait for the current incident."""
         waiting: deque[decide.Action] = deque()
         while self._todo:
             action = self._todo.popleft()
@@ -650,7 +654,7 @@ class Coordinator:
         self._remember()
 
     def _remember(self) -> None:
-        """Send all decisions and findings to the other nodes, so that any of them can take over."""
+        """Send all decisions and findings to the other nodes, so that any node can take over."""
         if self._probing.is_over:
             self._restarting.suspected = None
         if self._succession is not None:
@@ -695,7 +699,7 @@ class Coordinator:
         return dict(zip(world.nodes, starts, strict=True))
 
     def _free_nodes(self) -> list[Node]:
-        """Return the connected nodes that are not part of the current world but may join it."""
+        """Return the connected nodes that are not part of the current world but could join it."""
         world = self._world
         if world is None:
             return []
@@ -747,7 +751,8 @@ class Coordinator:
         """Notify the remaining ranks that the ranks of a lost node will never respond.
 
         A rank that handles SIGTERM to save its state cannot act on the signal while it is blocked
-        in a collective. Without this notice, it would wait there for the whole grace period.
+        in a collective. Without this notice, the rank would wait in the collective for the whole
+        grace period.
         """
         ranks = world.ranks_lost_for_good
         if not ranks:
@@ -830,7 +835,7 @@ class Coordinator:
         self._finish(ended_by, code)
 
     def _note_stopped(self) -> None:
-        """Report the step at which the last attempt stopped; do nothing if none was started."""
+        """Report the step at which the last attempt stopped, if any attempt was started."""
         if self._latest < 0:
             return
         stopped = where_it_stopped(self._run, self._latest)

@@ -2,22 +2,22 @@
 
     RUNNING --a worker fails--> SETTLING --0.5 s, or all ended--> STOPPING --backstop--> KILLING
        |                                                             ^                     |
-       +--a lasting stall (with `stop`), a signal, a node leaving----+          30 s: give up
+       +--a stall (`stop_on_stall`), a signal, a node leaving--------+          35 s: give up
        +--all succeeded--> over                     all ended in any phase: over <---------+
 
 The first failure starts a short pause (SETTLING) in which the exit codes of other failed ranks can
 arrive. A second failure does not extend the pause. The pause ends early once all workers have
-ended, unless a stop signal from outside the job killed the first worker that failed: a scheduler
-may then be stopping every process on the node.
+ended, unless a stop signal from outside the job killed the first worker that failed. In that case,
+a scheduler might be stopping every process on the node.
 
 If a worker is lost and the others continue, the phase does not change, and an incident is collected
-after a pause of the same length. A process that replaces a lost worker (a joiner) does not count as
-a worker until it has been admitted. If a joiner ends before that, the workers are not affected. If
-no worker is left, the joiners are dismissed.
+after a pause of 0.5 s. A process that replaces a lost worker (a joiner) does not count as a worker
+until it has been admitted. If a joiner ends before its admission, the workers are not affected. If
+no worker remains, the joiners are dismissed.
 
 Each node enforces the grace period between SIGTERM and SIGKILL on its own. The coordinator's
-backstop exists only for nodes that do not kill their workers in time. A second stop request may
-change the job's outcome but not the grace period.
+backstop is a longer time limit for nodes that do not kill their workers in time. A second stop
+request can change the job's outcome but not the grace period.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Phase(Enum):
 
 
 class EndedBy(Enum):
-    """What ended the job, as written to `report.json`."""
+    """The possible reasons for the end of a job, as written to `report.json`."""
 
     WORKER = "worker"
     STALL = "stall"
@@ -113,9 +113,11 @@ class StallExamined:
     """An event: the incident for a stall is complete.
 
     Attributes:
-        lasts: whether the stall persists, i.e. no rank has made progress since the incident began.
-        hung: the ranks that hang in their own code. If the attempt ends, they get only a short
-            grace period, because the other ranks cannot shut down cleanly while they wait for them.
+        lasts: whether the stall persists, which means that no rank has made progress since the
+            incident began.
+        hung: the ranks that hang in their own code. If the attempt ends, the hung ranks get only a
+            short grace period, because the other ranks cannot shut down cleanly while they wait for
+            the hung ranks.
     """
 
     lasts: bool
@@ -138,7 +140,7 @@ class LeaveRequested:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """An event: a deadline may have expired."""
+    """An event: a deadline might have passed."""
 
 
 Event = (
@@ -151,11 +153,11 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class CollectIncident:
-    """An action: collect and analyse an incident.
+    """An action: collect and analyze an incident.
 
     Attributes:
         is_early: whether the incident was triggered by a learned limit, before the stall timeout.
-            An early incident never stops any rank.
+            An early incident never causes ranks to be stopped.
         lost: the lost ranks, if the attempt continues without them; () otherwise.
     """
 
@@ -170,7 +172,8 @@ class StopWorkers:
     """An action: send all workers a stop signal, and kill them after the grace period.
 
     Attributes:
-        urgent: whether to stop at once instead of waiting for an incident to be collected.
+        urgent: whether to stop the workers at once, without waiting for an incident to be
+            collected.
         hung: the ranks that get only a short grace period.
     """
 
@@ -290,7 +293,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """True if a scheduler may be stopping the whole node, which would explain the failure."""
+        """True if a scheduler might be stopping the whole node, which would explain the failure."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS
@@ -357,7 +360,7 @@ class Attempt:
 
 
 def describe_code(code: int) -> str:
-    """Describe how a process ended, such as "exited with code 1" or "was killed by SIGKILL"."""
+    """Describe how a process ended, e.g., "exited with code 1" or "was killed by SIGKILL"."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -2,7 +2,7 @@
 
 Only one incident is collected at a time. An incident that cannot be written to disk is reported and
 dropped. Once the incident of a stall has been collected, the attempt is notified, because a stall
-that persists may end the attempt.
+that persists can end the attempt.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Incidents:
     Args:
         node_name: the name of this node.
         tell: sends a command to several nodes.
-        examined: called after each stall has been examined, with its incident, or with None if no
-            incident was kept.
+        examined: called after each stall has been examined. Its last argument is the stall's
+            incident, or None if no incident was stored.
         observers: the observers to notify.
         stalls_end: whether ranks are stopped if a stall persists.
     """
@@ -122,7 +122,7 @@ class Incidents:
     def note_loss(self, world: World) -> None:
         """Record that the current or most recent stall ended with the loss of a rank.
 
-        The verdict on the stall is still shown, because it may explain the loss.
+        The verdict on the stall is still shown, because it can explain the loss.
         """
         collection = self._collection
         if collection is not None and collection.kind == "stall":
@@ -133,14 +133,15 @@ class Incidents:
             stall.recovered = stall.is_survived = True
 
     def _last_stall(self, world: World) -> Incident | None:
-        """Return the most recent stall of an attempt, even one that is over, or None."""
+        """Return an attempt's most recent stall, even if the stall has ended, or None."""
         stalls = (one for one in reversed(self._report.incidents) if one.kind == "stall")
         return next((one for one in stalls if one.attempt == world.number), None)
 
     def covers_stall(self) -> bool:
         """Return whether a new stall belongs to the incident that is being collected.
 
-        When nodes recover one after another, those still stalled are detected as a new stall.
+        When nodes recover one after another, the nodes that are still stalled are detected as a new
+        stall.
         """
         collection = self._collection
         if collection is None or collection.kind != "stall" or collection.is_early:
@@ -149,7 +150,7 @@ class Incidents:
         return True
 
     def _has_running_ranks(self, action: decide.CollectIncident) -> bool:
-        """Return whether ranks may still be running during the analysis."""
+        """Return whether ranks might still be running during the analysis."""
         if action.kind == "stall":
             return action.is_early or not self._stalls_end
         return bool(action.lost)
@@ -163,7 +164,7 @@ class Incidents:
         """Begin an incident: request dumps from all nodes.
 
         Args:
-            set_aside: what `Replacements.set_aside` returned for the lost ranks.
+            set_aside: the return value of `Replacements.set_aside` for the lost ranks.
         """
         self._observers.tell(
             IncidentBegan(
@@ -214,7 +215,7 @@ class Incidents:
         self._tell(list(self._collection.waiting), collect)
 
     def _early_look(self, world: World, action: decide.CollectIncident) -> Incident | None:
-        """Return the early incident that this incident continues, or None."""
+        """Return the early incident that the new incident continues, or None."""
         last = self._report.incidents[-1] if self._report.incidents else None
         is_stall = action.kind == "stall" and not action.is_early
         if last is None or not (is_stall and last.is_early and last.attempt == world.number):
@@ -222,7 +223,7 @@ class Incidents:
         return None if last.recovered else last
 
     def _add(self, incident: Incident, former: Incident | None) -> None:
-        """Add an incident to the report; it replaces the early incident that it continues."""
+        """Add an incident to the report, or replace the early incident that it continues."""
         if former is None:
             self._report.incidents.append(incident)
             return
@@ -288,7 +289,7 @@ class Incidents:
         *,
         is_early: bool,
     ) -> None:
-        """Report an examined stall to its attempt, unless it is an early incident.
+        """Report an examined stall to its attempt, unless the incident is an early incident.
 
         An early incident never ends an attempt.
         """

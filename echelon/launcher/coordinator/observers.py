@@ -1,7 +1,7 @@
 """Notify observers of a job's events.
 
-Observers keep statistics, send notices and serve metrics, but make no decisions. They are called on
-the coordinator's own thread, so they must not block. An observer that raises an exception is
+Observers collect statistics, send notices and serve metrics, but make no decisions. They are called
+on the coordinator's own thread, so they must not block. An observer that raises an exception is
 removed, and the job continues.
 """
 
@@ -16,7 +16,10 @@ from echelon.launcher.job.report import Incident
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptBegan:
-    """The nodes were sent commands to start their ranks. `hosts` maps each rank to its host."""
+    """An event: the nodes were sent commands to start their ranks.
+
+    `hosts` maps each rank to its host.
+    """
 
     attempt: int
     restart: int  # how many attempts there were before
@@ -25,7 +28,10 @@ class AttemptBegan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnded:
-    """A rank has ended. `code` is a return code as in `subprocess`; None if the node was lost."""
+    """An event: a rank has ended.
+
+    `code` is a return code as in `subprocess`; None if the node was lost.
+    """
 
     attempt: int
     rank: int
@@ -35,7 +41,7 @@ class RankEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IncidentBegan:
-    """Ranks have failed or stalled. `kind` is "failure" or "stall"."""
+    """An event: ranks have failed or stalled. `kind` is "failure" or "stall"."""
 
     attempt: int
     kind: str
@@ -45,21 +51,24 @@ class IncidentBegan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallCleared:
-    """Ranks that had stalled are making progress again."""
+    """An event: ranks that had stalled are making progress again."""
 
     attempt: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictKnown:
-    """The analysis of an incident has finished, with or without a verdict."""
+    """An event: the analysis of an incident has finished, with or without a verdict."""
 
     incident: Incident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """An attempt continues without the ranks that it lost. `line` is the printed message."""
+    """An event: an attempt continues without the ranks that it lost.
+
+    `line` is the line printed for the user.
+    """
 
     attempt: int
     line: str
@@ -67,7 +76,7 @@ class Continued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReplaced:
-    """A replacement process for a lost rank, or a rank of a late node, was admitted."""
+    """An event: a replacement process for a lost rank, or a rank of a late node, was admitted."""
 
     attempt: int
     rank: int
@@ -76,7 +85,7 @@ class RankReplaced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded:
-    """All ranks of an attempt, and all processes that they started, have ended."""
+    """An event: all ranks of an attempt, and all processes that they started, have ended."""
 
     attempt: int
     failed: bool
@@ -85,7 +94,10 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restarting:
-    """The job is restarting with another attempt. `decision` is the printed message."""
+    """An event: the job is restarting with another attempt.
+
+    `decision` is the line printed for the user.
+    """
 
     attempt: int  # the one that ended
     decision: str
@@ -93,7 +105,7 @@ class Restarting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LapsReported:
-    """A node has reported the progress of its ranks."""
+    """An event: a node has reported the progress of its ranks."""
 
     node: str
     laps: m.Laps
@@ -101,7 +113,7 @@ class LapsReported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobEnded:
-    """The job is over."""
+    """An event: the job has ended."""
 
     ended_by: str
     exit_code: int

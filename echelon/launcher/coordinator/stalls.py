@@ -1,9 +1,10 @@
 """Decide when a persistent stall ends the attempt under `--on-stall restart` or `replace`.
 
-The decision waits for the verdict. If the verdict's cause may be temporary, such as a slow rank or
-a broken link, the ranks get a grace period to make progress. If the job stalls again without having
-made progress, the next grace period is longer. If the ranks are waiting for a checkpoint, the time
-for which it was written before they began to wait is deducted from the grace period.
+The decision waits for the verdict. If the verdict's cause might be temporary, for example a slow
+rank or a broken link, the ranks get a grace period to make progress. If the job stalls again
+without having made progress, the next grace period is longer. If the culprit had begun to write or
+read a checkpoint before the other ranks began to wait, the time between these two points is
+deducted from the grace period.
 
 Under `replace`, hung ranks are killed if the attempt can continue without them (`HungRanks`).
 """
@@ -34,8 +35,8 @@ class Stalls:
         end: ends the attempt because of a stall.
         say: prints a line for the user.
         hung: kills the culprits of a stall under `--on-stall replace`.
-        look: processes the latest reports from the ranks; may call `note_progress`.
-        begin_again: declares the current stall over.
+        look: processes the latest reports from the ranks; can call `note_progress`.
+        begin_again: marks the current stall as ended.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Stalls:
     def note_loss(self) -> None:
         """Forget the stall after a rank was lost, because the remaining ranks continue.
 
-        If some of these still hang, they will cause a new stall.
+        If some of the remaining ranks still hang, a new stall will be detected.
         """
         self._forget()
 
@@ -175,5 +176,5 @@ class Stalls:
 
     @property
     def _patience_s(self) -> float:
-        """How long this stall may last, in seconds; doubles after each stall that did not clear."""
+        """The grace period in seconds; doubles after each stall that did not clear."""
         return self._least_patience_s * float(2 ** min(self._num_in_vain, _MAX_DOUBLINGS))

@@ -1,4 +1,4 @@
-"""Keep the state of one attempt and of its ranks."""
+"""Maintain the state of one attempt and its ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class LostEarlier:
 
     Attributes:
         ranks: for each lost rank, the first epoch without that rank.
-        since_mono_ns: when the epoch of the event began; 0 if no rank had been lost.
-        since_there_ns: when that epoch began for each rank on another node, by that node's clock.
+        since_mono_ns: the start of the epoch in which the event occurred; 0 if no rank had been
+            lost.
+        since_there_ns: the start of this epoch for each rank on another node, by that node's clock.
     """
 
     ranks: Mapping[int, int] = field(default_factory=dict)
@@ -43,8 +44,8 @@ class World:
         end: how the attempt ended; None until all workers have ended.
         clearing: the nodes that are not idle yet; None until all workers have ended.
         is_reported: whether the observers have been notified that all processes have ended.
-        epochs: for each complete epoch, when its first rank was ready, on the monotonic clock in
-            ns.
+        epochs: for each complete epoch, the monotonic time, in ns, at which its first rank was
+            ready.
         epochs_there: for each complete epoch, when each rank on another node was ready, by that
             node's clock.
         published: for each lost rank, the first epoch without that rank, even if the epoch is not
@@ -90,7 +91,8 @@ class World:
 
         Args:
             nodes: the nodes in rank order.
-            report_s: the longest interval between two reports from a node whose ranks are running.
+            report_s: the longest interval, in seconds, between two reports from a node whose ranks
+                are running.
             now_mono_ns: the current time on the clock by which the ranks' progress is measured;
                 None means the monotonic clock.
         """
@@ -111,7 +113,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of ranks, excluding those of late nodes that have yet to join."""
+        """The number of ranks, excluding the ranks of late nodes that have yet to join."""
         size = sum(map(len, self.nodes.values()))
         while size and self.is_new(size - 1):
             size -= 1
@@ -211,7 +213,7 @@ class World:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
     def grow(self, node: Node, epoch: int) -> range:
-        """Add a node that connected late; return its ranks, which follow all other ranks.
+        """Add a node that connected late; return its ranks, numbered after all other ranks.
 
         Until they are admitted, the ranks count as lost before `epoch`.
         """
@@ -226,7 +228,7 @@ class World:
         return ranks
 
     def admit(self, rank: int) -> tuple[Ended, int]:
-        """Count a lost rank as running again; return what `take_back` needs to undo this."""
+        """Count a lost rank as running again; return the last two arguments for `take_back`."""
         return self.ended.pop(rank), self.published.pop(rank)
 
     def move_ranks(self, lost: str, node: Node) -> None:
@@ -252,8 +254,8 @@ class World:
 
         Args:
             own: the ranks whose loss is the event; () for any other event.
-            is_stall: whether the event is a stall. Losses whose epoch is not complete yet then
-                count as well.
+            is_stall: whether the event is a stall. If so, losses whose epoch is not complete yet
+                also count.
         """
         ends = [self.ended[rank].epoch for rank in own if self.ended[rank].epoch]
         end = min(ends, default=max(self.epochs, default=0) + 1)
@@ -318,7 +320,7 @@ class World:
         return self.rule.look(list(self._sights.values()), now_mono_ns)
 
     def begin_again(self, now_mono_ns: int) -> None:
-        """Treat a reported stall as over, because the ranks continue after a loss."""
+        """Treat a reported stall as ended, because the ranks continue after a loss."""
         self.rule.begin_again(now_mono_ns)
         self.limits.begin_again(now_mono_ns)
 
@@ -339,7 +341,7 @@ class World:
 
 
 def _folded(first_rank: int) -> int:
-    """Return the key of a node's folded row: a negative number, so that it is not a rank."""
+    """Return the key of a node's folded row: a negative number, to distinguish it from a rank."""
     return -1 - first_rank
 
 

@@ -1,12 +1,12 @@
 """Decide how an elector votes.
 
-With each heartbeat that it receives, an elector promises the host not to vote for another node for
-a certain time. The promise ends early only if the host's machine refuses connections, which proves
-that the launcher has exited.
+With each heartbeat that it receives, an elector makes a promise to the host: for a certain time,
+the elector will not vote for another node. The promise ends early only if the host's machine
+refuses connections, which proves that the launcher has exited.
 
 An elector votes for only one candidate per term, and rejects a candidate whose mandate is older
-than its own. The mandate of an elected host is therefore at least as recent as the last version
-that took effect.
+than the elector's. The mandate of an elected host is therefore at least as recent as the last
+version that took effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Canvass:
 
     Attributes:
         node: the name of the node that asks.
-        term: the term in which that node would be the host.
+        term: the term in which the node would be the host.
         version: the version of the mandate that the node holds.
         is_binding: whether a granted vote binds the elector. A node first sends requests that are
             not binding.
@@ -81,7 +81,7 @@ class Elector:
         return (-1, -1) if self.mandate is None else self.mandate.version
 
     def free_s(self, now_s: float) -> float:
-        """Return how many seconds remain until this elector may vote; 0 if it may vote now."""
+        """Return the number of seconds until this elector is free to vote; 0 if it is free now."""
         promised_s = float("-inf") if self._released else self._promised_until_s
         return max(0.0, promised_s - now_s, self._bound_until_s - now_s)
 

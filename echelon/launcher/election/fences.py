@@ -2,7 +2,7 @@
 
 If the connection to a node breaks, the host tries to connect to the node's launcher. If the machine
 refuses the connection, the launcher has exited, and its guard has killed its ranks. If the machine
-does not answer, the ranks may continue to run until the node's permit expires.
+does not answer, the ranks might continue to run until the node's permit expires.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Fences:
     """The fences of one host. All times are on the clock of `lease.now_s`.
 
     A fence is a time before which the next world must not begin, because ranks of the former world
-    may still be running.
+    might still be running.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Fences:
 
         Args:
             name: the node's name.
-            endpoint: the "host:port" of its launcher; "" if unknown.
-            permit_ends_s: the time until which its ranks may run.
+            endpoint: the "host:port" of the node's launcher; "" if unknown.
+            permit_ends_s: the time until which the node's ranks are allowed to run.
         """
         if permit_ends_s <= now_s:
             return

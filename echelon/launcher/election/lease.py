@@ -5,12 +5,12 @@
     lease: h + 0.9 P,  <-------------     reply to n, stamped s
     once a majority
     has replied
-    beat n+1, echo s,  ------------->     permit: its ranks may run until s + remaining
+    beat n+1, echo s,  ------------->     permit: its ranks can run until s + remaining
     remaining lease
 
 Timestamps of different nodes are never compared: the lease is measured on the host's clock, and the
-permit on the node's clock. Both start when a message is sent, so a delayed reply can only shorten
-them.
+permit on the node's clock. Both periods start when a message is sent, so a delayed reply can only
+shorten them.
 
 A new host is elected by a majority whose promises have expired. By then, the former host's lease
 and all permits have expired too, and the ranks of the former world are dead or are being killed.
@@ -37,7 +37,7 @@ def beat_interval_s(promise_s: float) -> float:
 
 
 class Lease:
-    """The host's right to run a world, which it keeps while a majority of the electors reply.
+    """The host's right to run a world, which is valid while a majority of the electors reply.
 
     Args:
         name: the host's own name.
@@ -68,7 +68,7 @@ class Lease:
     def remaining_s(
         self, electorates: Sequence[Sequence[str]], now_s: float, *, without: str = ""
     ) -> float:
-        """Return for how many more seconds the lease is valid; 0 if it has expired.
+        """Return the number of seconds until the lease expires; 0 if it has expired.
 
         Args:
             electorates: the sets of electors. The lease needs a majority of each set.
@@ -91,7 +91,7 @@ class Lease:
 
 
 class Permit:
-    """The time until which this node's ranks may run, as granted by the host."""
+    """The time until which the host allows this node's ranks to run."""
 
     def __init__(self) -> None:
         self._stamps: dict[int, float] = {}
@@ -111,8 +111,7 @@ class Permit:
 
         Args:
             echo: the number of the reply that the host's heartbeat acknowledges.
-            remaining_s: for how many seconds the host's lease was still valid when the heartbeat
-                was sent.
+            remaining_s: the remaining seconds of the host's lease when the heartbeat was sent.
         """
         stamped_s = self._stamps.get(echo)
         if stamped_s is not None:

@@ -48,7 +48,7 @@ class Mandate:
         index: the number of this version within its term.
         electorates: the sets of electors. A decision needs a majority of each set.
         members: the world's nodes, in rank order.
-        others: the electors that are not part of this world but still have a vote.
+        others: the electors that are not part of the current world but still have a vote.
         attempt: the number of the world's attempt.
         restarts: how many of `--max-restarts` have been used.
         num_attempts: how many attempts have ended.
@@ -80,7 +80,7 @@ class Mandate:
 
     @property
     def survives_host(self) -> bool:
-        """True if there are enough electors to replace the host if it is lost."""
+        """True if there are enough electors to elect another host after the loss of this host."""
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:
@@ -113,7 +113,7 @@ def electors_of(
 
 
 def ballot_of(mandate: Mandate) -> Mandate:
-    """Return a copy of a mandate for the witness, reduced to the electors and without memory."""
+    """Return a copy of a mandate for the witness, with only the electors and no policy memory."""
     found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
     members = tuple(one for one in found if one is not None)
     return replace(mandate, members=members, others=(), memory="")

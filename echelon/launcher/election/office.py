@@ -1,6 +1,6 @@
-"""Keep the host's state: its lease, its mandate, and the permits of its nodes.
+"""Maintain the host's state: its lease, its mandate, and the permits of its nodes.
 
-A world may begin once all three conditions are met:
+A world can begin once all three conditions are met:
 
 - A majority of the former electors and a majority of the next electors hold the world's mandate.
 - The host's lease is still valid.
@@ -64,8 +64,8 @@ class Office:
     """The state of the host `name` during one term.
 
     Args:
-        mandate: the mandate with which the term begins; for an elected host, that of the former
-            host.
+        mandate: the mandate with which the term begins. An elected host begins with the former
+            host's mandate.
         promise_s: how long an elector's promise lasts, in seconds.
     """
 
@@ -152,7 +152,7 @@ class Office:
             node.index = max(node.index, reply.version[1])
 
     def remaining_s(self, now_s: float) -> float:
-        """Return for how many more seconds this host's lease is valid; 0 if it is not valid."""
+        """Return the number of seconds until this host's lease expires; 0 if it is not valid."""
         if self.is_deposed:
             return 0.0
         return self._lease.remaining_s(self.mandate.electorates, now_s)
@@ -176,7 +176,7 @@ class Office:
         Args:
             members: the nodes of the next world, in rank order.
             has_witness: whether the job's witness responds.
-            memory: the restart policy's memory; None keeps the current one.
+            memory: the restart policy's memory; None means the memory in the current mandate.
         """
         self._is_following = False
         electors = self._next = electors_of(members, self.name, has_witness=has_witness)
@@ -207,7 +207,7 @@ class Office:
         )
 
     def withdraw(self) -> bool:
-        """Drop the proposed electors, if the host was the only elector before.
+        """Drop the proposed electors if the host was the only elector before the proposal.
 
         Return whether they were dropped.
         """
@@ -239,8 +239,8 @@ class Office:
     def follow_witness(self, now_s: float) -> bool:
         """Make the witness an elector while it responds, and remove it when it no longer does.
 
-        Call this only while a world is running. Return whether the mandate changed, so that it must
-        be sent.
+        Call this only while a world is running. Return whether the mandate changed and must be
+        sent.
         """
         mandate = self.mandate
         if self._is_following:

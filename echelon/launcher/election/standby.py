@@ -114,7 +114,7 @@ class Standby:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """Renew this node's promise to itself as the host, so that it votes for no other node."""
+        """Renew the promise of this host to itself, so that it does not vote for another node."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 
@@ -128,7 +128,7 @@ class Standby:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the host that this node follows has sent no heartbeat for 75% of the promise."""
+        """True if the current host has sent no heartbeat for 75% of the promise's duration."""
         elector = self._elector
         if self._candidacy is not None or elector.host in ("", self.name):
             return False

@@ -1,6 +1,6 @@
-"""In a job with failover, decide when the host may begin a world and when it has to stop.
+"""In a job with failover, decide when the host can begin a world and when it must stop.
 
-A host must stop once its lease has expired, because the other nodes may then elect another one.
+A host must stop once its lease has expired, because the other nodes can then elect another host.
 This module also sends the host's heartbeats and mandates, and fences lost nodes.
 """
 
@@ -68,7 +68,7 @@ class Succession:
         return self._office.mandate
 
     def remaining_s(self) -> float:
-        """Return for how many more seconds this host's lease is valid."""
+        """Return the number of seconds until this host's lease expires; 0 if it is not valid."""
         return self._office.remaining_s(now_s())
 
     def deadline_s(self) -> float:
@@ -113,7 +113,7 @@ class Succession:
                 self._say_majority(len(self.mandate.members))
 
     def why_lapsed(self, *, has_world: bool) -> str:
-        """Return why this host has to stop; "" if it may continue.
+        """Return why this host must stop; "" if it can continue.
 
         While no ranks are running, the host waits a little longer for nodes to reconnect.
 
@@ -140,9 +140,9 @@ class Succession:
         num_attempts: int,
         memory: str = "",
     ) -> bool:
-        """Return whether a world of the given nodes may begin; propose it if it is new.
+        """Return whether a world of the given nodes can begin; propose the world if it is new.
 
-        A world may begin once all of its nodes and a majority of the electors hold its mandate, all
+        A world can begin once all of its nodes and a majority of the electors hold its mandate, all
         ranks of lost nodes are certain to be dead, and this host's lease is valid.
         """
         if now_s() < self._witness_due_s and not self._office.is_heard(WITNESS, now_s()):
@@ -183,7 +183,7 @@ class Succession:
             self._send(name, beat_message(beat, self._office.promise_s))
 
     def _say_majority(self, num_nodes: int) -> None:
-        """Print that the witness allows another node to replace this host, or that none can."""
+        """Print whether another node can replace this host after its loss."""
         mandate = self.mandate
         if WITNESS in mandate.electors:
             self._say(f"the witness at {mandate.witness} votes: another node may replace this one")

@@ -49,7 +49,7 @@ class Takeover:
         mandate: the former host's last mandate.
         former: the name of the lost host.
         voters: the electors that voted for the elected host.
-        was_early: whether the former host's lease may still have been valid at the election.
+        was_early: whether the former host's lease might still have been valid at the election.
         send: sends a command to a node.
     """
 
@@ -79,7 +79,7 @@ class Takeover:
 
     @property
     def has_failed(self) -> bool:
-        """True once this host has failed to obtain a lease in time, or another was elected."""
+        """True if this host has failed to obtain a lease in time, or another host was elected."""
         late = now_s() > self._began_s + max(self.office.promise_s, _VOTERS_S)
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 

@@ -23,7 +23,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Testimony:
-    """A client that sends messages to the witness, and puts its replies into `events`."""
+    """A client that sends messages to the witness, and puts the replies into `events`."""
 
     def __init__(
         self,

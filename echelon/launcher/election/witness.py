@@ -1,7 +1,7 @@
 """Vote without running any ranks, so that either of two nodes can continue alone.
 
-The witness keeps one `Elector` per job, in memory only. A witness that has been restarted has lost
-its promises, so it does not vote in a job until the job's host has registered again. A host may
+The witness stores one `Elector` per job, in memory only. A witness that has been restarted has lost
+its promises, so it does not vote in a job until the job's host has registered again. A host can
 register only if its lease is valid without the witness, which rules out a host that has been
 replaced.
 """
@@ -84,7 +84,7 @@ class Witness:
         return elector.on_canvass(asked, now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Forget jobs that have sent no heartbeat for a day."""
+        """Forget jobs whose hosts have sent no heartbeat for a day."""
         for founder, renewed_s in list(self._renewed_s.items()):
             if renewed_s < now_s - _KEEP_S:
                 del self._electors[founder], self._renewed_s[founder]

@@ -5,13 +5,13 @@ and traffic on its connections. Connections to the store are ignored, because a 
 polling the store. Connections are examined only after the worker has been inactive for a while.
 
 An inactive worker inside a collective of torch's Gloo backend counts as having a pending operation.
-A Gloo thread that waits for the interpreter's lock is recognised by how often it wakes up.
+A Gloo thread that waits for the interpreter's lock is recognized by how often it wakes up.
 
 Less than 1/50 of a core counts as inactivity, because threads that poll a clock always use some
-processor time. On an overloaded machine, a worker that is computing may get no more than that. A
-worker that is often ready to run but has no processor therefore also counts as active, as do the
-compilers that it has started. This rule applies only for a while, because a hung rank may look
-similar.
+processor time. On an overloaded machine, a worker that is computing might get no more than this
+share. A worker therefore also counts as active if the worker, or a descendant such as a compiler,
+is often ready to run but has no processor. This rule applies only for a limited time, because a
+hung rank can look similar.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Activity:
 
 
 def _gloo_wakes(pid: int) -> dict[int, int]:
-    """Return the number of waits of each Gloo thread, keyed by thread id."""
+    """Return how often each Gloo thread has waited, keyed by thread ID."""
     found: dict[int, int] = {}
     for thread in numbers(f"/proc/{pid}/task"):
         folder = f"/proc/{pid}/task/{thread}"

@@ -1,14 +1,14 @@
-"""Implement `--numa-binding`: choose the processors that each worker of this node may use.
+"""Implement `--numa-binding`: choose the processors that each worker of this node can use.
 
-    node          all processors of the NUMA node of the worker's GPU
-    socket        all processors of that node's socket
-    exclusive     an even share of that node's cores, for this worker alone
-    core-complex  a group of cores that share a last-level cache
+    node          all processors of the worker's NUMA node
+    socket        all processors of the socket to which the NUMA node belongs
+    exclusive     an even share of the NUMA node's cores, for this worker alone
+    core-complex  a group of the NUMA node's cores that share a last-level cache
 
-The worker with local rank r has the r-th visible GPU. If there are no GPUs, or more workers than
-GPUs, workers are spread evenly over the NUMA nodes. Only processors that the launcher itself may
-use are assigned. A machine that does not report its NUMA nodes or caches is treated as if it had a
-single node or cache.
+The worker with local rank r is placed on the NUMA node of the r-th visible GPU. If there are no
+GPUs, or more workers than GPUs, workers are spread evenly over the NUMA nodes. Only processors that
+the launcher itself is allowed to use are assigned. A machine that does not report its NUMA nodes or
+caches is treated as if it had a single node or cache.
 """
 
 from __future__ import annotations

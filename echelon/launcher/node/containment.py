@@ -1,4 +1,4 @@
-"""Create a control group (version 2) for each worker, if the machine delegates control groups.
+"""Create a control group (version 2) for each worker, if the system permits this.
 
 A worker's group is a reliable way to kill the worker and all its descendants. Without groups, the
 guard searches for the descendants instead. The groups set no limits of their own.

@@ -13,15 +13,15 @@ A worker inherits the launcher's own environment, with these variables set:
 | ECHELON_ATTEMPT | n |
 | ECHELON_JOB_ID | the job's name |
 | ECHELON_JOB_FILE | RUN/job.json (0600): endpoint and secret |
-| ECHELON_RECORDER_SIZE | how many operations the black box keeps |
+| ECHELON_RECORDER_SIZE | how many operations the black box stores |
 | ECHELON_RESUME | the job's newest committed checkpoint, if any |
 | ECHELON_ATTEMPTS | JSON file: how the attempts before this one ended |
-| ECHELON_ON_LOSS | "shrink" or "replace", with that --on-loss |
+| ECHELON_ON_LOSS | "shrink" or "replace", if --on-loss has this value |
 | ECHELON_MODULES_FILE | with --standby: where to list the modules that this worker has imported |
 | ECHELON_TORCH_BACKEND | with --torch-backend: see `echelon_torch_autoload` |
 | TORCH_FR_DUMP_TEMP_FILE and others | see torch_dumps.py |
-| ECHELON_TERMINAL_COLUMNS | the width, only if the launcher prints to a terminal: a line that ends
-  in a carriage return is shown there as a live line |
+| ECHELON_TERMINAL_COLUMNS | the terminal's width, set only if the launcher prints to a
+  terminal; a line that ends in a carriage return is then shown as a live line |
 """
 
 from __future__ import annotations

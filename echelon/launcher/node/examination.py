@@ -1,4 +1,4 @@
-"""Take a snapshot of this node's ranks for an incident, in steps that do not block the loop."""
+"""Take a snapshot of this node's ranks for an incident, in non-blocking steps."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ killed agent long enough to kill the workers and every process that they have st
 * The guard is a child subreaper. Any process that a worker leaves behind, even after `setsid`,
   becomes a child of the guard.
 * The guard reaps the workers itself, so the pid of a running worker is never reused. Other
-  processes are signalled through a pidfd, after their parentage has been checked.
+  processes are signaled through a pidfd, after their parentage has been checked.
 * The guard never waits for the agent. Reports are queued until the socket accepts them.
 * No error ends the guard before its work is done. Without /proc, the guard still handles its direct
   children.
@@ -23,14 +23,14 @@ agent has died, and the guard kills all processes.
     guard -> agent   started {index, pid} | failed {index, error}
                      exited {index, code, mono_ns} | swept {count, denied}
 
-A process with `waits` is a standby, which has a fourth descriptor of its own. `take` turns the
-standby into the worker `as`. `group` is the worker's own cgroup, or "" if none can be created.
-`alone` excludes the worker's children, because forked data loaders have no handlers for the user's
-signals.
+A process that is spawned with `waits` is a standby, which inherits the fourth descriptor. `take`
+turns the standby into the worker `as`. `group` is the worker's own cgroup, or "" if none can be
+created. `alone` excludes the worker's children, because forked data loaders have no handlers for
+the user's signals.
 
-No worker may run after the time given in a `fence`, on a clock that includes suspended time. At
-that time the guard kills all workers, even if the agent is stopped. It starts no more workers until
-a later fence is set.
+No worker is allowed to run after the time given in a `fence`, on a clock that includes suspended
+time. At that time, the guard kills all workers, even if the agent is stopped. The guard starts no
+more workers until a later fence is set.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Guard:
         self._is_agent_done = False  # whether the agent has announced its end
 
     def run(self) -> None:
-        """Carry out the agent's requests. When the agent ends, kill all processes."""
+        """Carry out the agent's requests. When the agent exits, kill all processes."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll = select.poll()  # not select(), which is limited to 1024 descriptors
@@ -161,7 +161,7 @@ class Guard:
             self._say(event="swept", count=count, denied=denied)
 
     def _until_fence_ms(self) -> int | None:
-        """Return how long workers may still run, in ms; None if there is no limit."""
+        """Return how much longer workers are allowed to run, in ms; None if there is no limit."""
         if self._is_fenced or self._fence_s == float("inf"):
             return None
         left_s = self._fence_s - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -204,7 +204,7 @@ class Guard:
         self._say(event="started", index=message["index"], pid=pid)
 
     def _take(self, message: dict[str, object]) -> None:
-        """Turn a standby into a worker, in the worker's cgroup."""
+        """Turn a standby into a worker, and move it into the worker's cgroup."""
         group, index = str(message["group"]), int(str(message["index"]))
         if group:
             self._groups.append(group)
@@ -255,7 +255,7 @@ class Guard:
     def _allow_agent(self) -> None:
         """Permit the agent's children to read this process's stacks if Yama restricts such access.
 
-        A process keeps the permission across exec, but a forked child does not have it.
+        A process retains the permission across exec, but a forked child does not inherit it.
         """
         try:
             with open(_YAMA) as file:
@@ -329,7 +329,7 @@ class Guard:
         Standbys and their descendants are left out, because they do not belong to an attempt.
 
         Returns:
-            The number of descendants, and the pids that could not be signalled.
+            The number of descendants, and the pids that could not be signaled.
         """
         has_workers = len(self._workers) > len(self._waiting)
         if number == signal.SIGKILL and not has_workers:
@@ -379,7 +379,7 @@ def _print(text: str) -> None:
 
 
 def _where_none_can_start() -> str:
-    """Return a clause for an error message if no process can be started, or else ""."""
+    """Return a clause that explains why no process can be started; "" if one can be started."""
     try:
         pid = os.fork()
         if pid == 0:
@@ -472,7 +472,7 @@ def _signal_stray(pid: int, number: int) -> bool:
     """Signal a descendant of this process, after checking that its pid has not been reused.
 
     Returns:
-        False if this process may not signal the descendant.
+        False if this process is not permitted to signal the descendant.
     """
     try:
         handle = os.pidfd_open(pid)
@@ -516,7 +516,7 @@ def _program(message: dict[str, object]) -> str:
 
 
 def _enter_group(group: str, pid: int = 0) -> None:
-    """Move a process into a cgroup; 0 means this process."""
+    """Move a process into a cgroup. If `pid` is 0, move this process."""
     try:
         with open(group + "/cgroup.procs", "w") as file:
             file.write(str(pid))

@@ -1,9 +1,9 @@
 """Run a job's workers on one node, with their output and their rings.
 
-The node agent carries out commands and reports events. It has no view of other nodes. Its only
-decision is how long its workers may take to stop. Events are sent to the coordinator through
-`tell`. No method blocks the agent's loop for long, because incidents are collected step by step in
-`tick`.
+The node agent carries out commands and reports events. It has no information about other nodes. Its
+only decision is how long to wait for its workers to stop. Events are sent to the coordinator
+through `tell`. No method blocks the agent's loop for long, because incidents are collected step by
+step in `tick`.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class NodeAgent:
             self._standbys.start_next()
 
     def _is_steady(self) -> bool:
-        """Return whether this node is in a steady state, so that it may start a standby."""
+        """Return whether this node is in a steady state, so that it can start a standby."""
         if self._examination is not None or self._hook is not None:
             return False
         if not self.has_workers:
@@ -401,7 +401,10 @@ class NodeAgent:
             self._guard.signal(local_rank, signal.SIGKILL)
 
     def _replace_standby(self, local_rank: int) -> bool:
-        """Start a rank as usual after its standby has ended; return whether it was started."""
+        """Start a rank's process without a standby, because the standby has ended.
+
+        Return whether the process was started.
+        """
         standby, env, group = self._taken.pop(local_rank)
         standby.control.close()
         if self._grace.is_running or self._start is None:
@@ -416,8 +419,8 @@ class NodeAgent:
     def stop(self, command: m.Stop) -> None:
         """Stop all workers: signal them, and kill them after the grace period.
 
-        A snapshot in progress is completed first; an urgent command skips its remaining waits. Only
-        the first call in an attempt has an effect.
+        A snapshot in progress is completed first. An urgent command skips the snapshot's remaining
+        waits. Only the first call in an attempt has an effect.
         """
         self._give_up_start()
         if self._grace.is_running:
@@ -495,7 +498,7 @@ class NodeAgent:
         return self._kept is not None
 
     def keep_snapshot(self) -> None:
-        """Take a snapshot of this node's ranks, which a new coordinator may collect later."""
+        """Take a snapshot of this node's ranks, which a new coordinator can collect later."""
         self._examination = self._stop_after_examination = None
         if self._kept is None and self.has_workers:
             self._kept = harvest(self._workers, self._occasion("failure"), self._pump)

@@ -60,7 +60,7 @@ class UserRequest:
 
 
 class Due(Enum):
-    """The actions that may be due while workers are being stopped."""
+    """The actions that can be due while workers are being stopped."""
 
     NOTHING = "nothing"
     KILL_HUNG = "kill hung ranks"
@@ -84,7 +84,7 @@ class Grace:
         return self._kill_s < float("inf") or self._killed_s < float("inf")
 
     def begin(self, grace_s: float, now_s: float, *, has_hung: bool = False) -> None:
-        """Record that workers were signalled. Only the first call has an effect.
+        """Record that workers were signaled. Only the first call has an effect.
 
         Args:
             has_hung: whether some of the workers are hung and must be killed earlier.

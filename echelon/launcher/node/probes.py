@@ -1,7 +1,7 @@
 """Run this node's probes between two attempts, without blocking the agent's loop.
 
-A listener runs until its deadline, so that the other node has time to measure. All probes end
-before the next attempt.
+A listener runs until its deadline, so that the node at the other end has time to measure the link.
+All probes end before the next attempt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Probes:
         self._listeners: list[Child] = []
 
     def begin(self, command: m.Probe) -> None:
-        """Start the requested probes, which replace any requested earlier."""
+        """Start the requested probes, which replace any earlier probes."""
         self._end(self._children)
         self._number = command.number
         self._children = [Child(self._placed(text), self._command) for text in command.tasks]

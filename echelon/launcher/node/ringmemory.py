@@ -1,15 +1,15 @@
-"""Keep the rings of a running job in memory instead of on disk.
+"""Store the rings of a running job in memory instead of on disk.
 
 [Note: why rings are not on the disk] The kernel writes the pages of a mapped file back to the disk.
-If a program stores to such a page during the write, the store may wait for the file system. On a
-busy disk, this wait stops a rank for seconds. The launcher therefore keeps the rings in a folder in
-/dev/shm, where stores never wait. Once the workers have ended, each ring is moved to its place in
-the run directory. If the agent is killed, the guard moves the rings.
+If a program modifies a page while the kernel writes it back, the program can block on the file
+system. On a busy disk, such a wait stops a rank for seconds. The launcher therefore stores the
+rings in a folder in /dev/shm, where memory accesses never wait for a disk. Once the workers have
+ended, each ring is moved to its rank's folder in the run directory. If the agent is killed, the
+guard moves the rings.
 
 If both the agent and the guard are killed, the next launcher on the node cleans up. The file `home`
 in the folder names the run to which the folder belongs. The agent and the guard hold a lock on this
-file as long as they run. If /dev/shm is not a tmpfs, or is too small, the rings are not kept in
-memory.
+file while they run. If /dev/shm is not a tmpfs, or is too small, the rings are stored on disk.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RingMemory:
         return {} if self.folder is None else {"ECHELON_RING_DIR": str(self.folder)}
 
     def bring_home(self, rank_dir: Path) -> None:
-        """Move a rank's ring to its place in the run directory."""
+        """Move a rank's ring to the rank's folder in the run directory."""
         try:
             bring_home(rank_dir)
         except OSError as err:
@@ -133,7 +133,7 @@ def _lock(folder: Path, how: int) -> int:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder that holds no rings."""
+    """Remove a folder if it contains no rings."""
     with contextlib.suppress(OSError):
         if all(path.name == _HOME for path in folder.iterdir()):
             (folder / _HOME).unlink()

@@ -1,4 +1,4 @@
-"""Report the state of this node's live ranks, for the stall rule.
+"""Report the state of this node's live ranks, for stall detection.
 
 Ranks with rings are combined into one row, so that the coordinator's work grows only with the
 number of nodes. Ranks that record nothing are examined from outside. Each of these ranks has its
@@ -26,9 +26,10 @@ _STEP_S = 2.0  # between two looks; a longer gap counts as this process's own st
 class Sighting:
     """The state of one attempt's workers on this node.
 
+    Reported ages do not include time during which this process was not running.
+
     Args:
-        start: the command that started the attempt. Silence is measured only while this process is
-            running.
+        start: the command that started the attempt.
         workers: the workers to examine.
         num_printed: a function that returns how many bytes a rank has printed.
     """
@@ -112,7 +113,7 @@ class Sighting:
         self._num_dumps.update(own)
 
     def words(self, worker: Worker) -> tuple[int, ...] | None:
-        """Return the live words of a rank's ring; None while the rank has no ring."""
+        """Return the words of the live page of a rank's ring; None while the rank has no ring."""
         ring = self._ring(worker)
         return None if ring is None else ring.words()
 
@@ -169,8 +170,8 @@ class Sighting:
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
         """Examine a rank that has a ring.
 
-        A rank whose phases are recorded by hooks, or that is not initialised yet, is also examined
-        from outside.
+        A rank whose phases are recorded by hooks rather than by the program's own marks, or that is
+        not initialized yet, is also examined from outside.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:
@@ -221,8 +222,9 @@ class Reports:
     """The rule that determines when a node reports on its ranks.
 
     A node reports rarely while its ranks show nothing unusual, so that the coordinator is not
-    overloaded. A node reports immediately if its ranks have been waiting for half the limit, or if
-    ranks begin or end an operation.
+    overloaded. A node reports immediately if its ranks have been waiting for half the stall
+    timeout, if an operation exceeds its learned limit, if a rank becomes initialized, or if torch
+    writes a dump of a rank.
     """
 
     def __init__(self, every_s: float, stall_timeout_ms: int) -> None:

@@ -1,4 +1,4 @@
-"""Forward the reports of this node's ranks about `resilient.run` to the coordinator.
+"""Forward to the coordinator what this node's ranks report about `resilient.run`.
 
 Each rank writes its report to a file in its own folder.
 """
@@ -19,7 +19,7 @@ class Standings:
     """The reports of one attempt's ranks.
 
     Args:
-        workers: this node's workers; more may be added later.
+        workers: this node's workers; more workers can be added later.
         tell: a function that sends an event to the coordinator.
     """
 
@@ -51,7 +51,7 @@ class Standings:
 
 
 def to_row(rank: int, standing: Standing) -> list[int]:
-    """Encode a standing as an element of `m.Standings`, with an age instead of a time."""
+    """Encode a standing as a row of `m.Standings`, with an age instead of a time."""
     age_ns = time.monotonic_ns() - standing.ready_mono_ns
     return [
         rank,

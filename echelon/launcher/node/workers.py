@@ -58,9 +58,9 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """A report that processes left behind were signalled.
+    """A report that processes left behind by workers were signaled.
 
-    `denied` lists the pids that could not be signalled.
+    `denied` lists the pids that could not be signaled.
     """
 
     count: int
@@ -105,7 +105,7 @@ class Workers:
         )
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when events may have arrived."""
+        """Return a descriptor that becomes readable when events might have arrived."""
         return self._socket.fileno()
 
     def spawn(
@@ -125,8 +125,8 @@ class Workers:
         The caller must close both ends.
 
         Args:
-            processors: the processors that the worker may use; None means all processors of the
-                launcher.
+            processors: the processors that the worker is allowed to use; None means all processors
+                of the launcher.
             group: the path of the worker's own cgroup; "" means none.
             has_stdin: whether the worker reads the launcher's stdin. If not, the worker's stdin is
                 empty.
@@ -168,11 +168,11 @@ class Workers:
         self._send({"do": "take", "index": index, "as": as_index, "env": rings, "group": group})
 
     def hold(self, folder: str) -> None:
-        """Have the guard lock a folder of rings, and remove the folder if the agent is killed."""
+        """Make the guard lock a folder of rings; it removes the folder if the agent is killed."""
         self._send({"do": "hold", "folder": folder})
 
     def signal(self, index: int, number: int, *, alone: bool = False) -> None:
-        """Signal a worker. Unless `alone` is set, the worker's process group is signalled too.
+        """Signal a worker. Unless `alone` is set, the worker's process group is signaled too.
 
         A worker that has ended is ignored.
         """

@@ -3,7 +3,7 @@
 The server is a separate process, so that a busy agent cannot delay the ranks' rendezvous. Its
 standard input is a pipe from the agent, which carries the agent's requests. When the agent exits,
 the pipe closes and the server exits too. The server ignores SIGTERM: if the whole node receives a
-SIGTERM, the ranks may still need the store to save their state.
+SIGTERM, the ranks might still need the store to save their state.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class MeetingPlace(Protocol):
         """Accept clients from an address even though they cannot authenticate themselves."""
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value for the ranks to read. The key and the value must be single words."""
+        """Store a value for the ranks to read. Key and value must not contain whitespace."""
 
     def post(self, folder: str, value: str) -> None:
         """Store a value under the first free key among `folder`/0, `folder`/1, and so on.
 
-        The folder and the value must be single words.
+        The folder and the value must not contain whitespace.
         """
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Return, for each key, whether a rank has set it. Keys must be single words."""
+        """Return, for each key, whether it is set. Keys must not contain whitespace."""
 
     def renew(self) -> None:
-        """Delete all keys and forget all members of earlier attempts."""
+        """Delete all keys and disconnect all clients."""
 
     def how_it_died(self) -> str:
         """Return why the server is not serving; "" while it is serving."""
@@ -125,7 +125,7 @@ class StoreProcess:
         self._tell(f"post {folder} {value}")
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Return, for each key, whether it exists. Blocks for up to 5 s per batch of 64 keys.
+        """Return, for each key, whether it is set. Blocks for up to 5 s per batch of 64 keys.
 
         Raises:
             LaunchError: the server cannot be reached, or did not answer in time. All later calls
@@ -166,9 +166,10 @@ class StoreProcess:
         return stat.rpartition(b")")[2].split()[0] == b"T"  # but not if it is traced
 
     def renew(self) -> None:
-        """Delete all keys and members. An unresponsive server is replaced by one on another port.
+        """Delete all keys and disconnect all clients; replace the server if it does not respond.
 
-        Waits up to 5 s for the server to confirm, and then up to 2 min for a new server to start.
+        The call waits up to 5 s for the server to confirm, and then up to 2 min for a new server to
+        start. A new server listens on another port.
 
         Raises:
             LaunchError: no server can be started.

@@ -55,7 +55,7 @@ class Membership:
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:
-        """Make a node's launcher exit, because its user sent it stop signal `number`."""
+        """Make a node's launcher exit, because it received stop signal `number` from the user."""
         self._roster.leave(node)
         self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 

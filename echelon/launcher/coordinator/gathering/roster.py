@@ -4,17 +4,17 @@ A world begins once at least `min_nodes` nodes are connected and one of these co
 
 - `max_nodes` nodes are connected.
 - All nodes of the previous world that have not left are connected.
-- The last call is over.
+- The last call has ended.
 
 The last call is a short grace period for nodes that were started together but connect at different
-times. It lasts at most 3 s by default. Nodes that connect later wait for the next world as spares,
-of which there may be at most `spares`. Avoided nodes are chosen only if too few other nodes are
-connected.
+times. It lasts at most 3 s by default. Nodes that connect later wait for the next world as spares.
+At most `spares` nodes can wait. Nodes that are to be avoided are chosen only if too few other nodes
+are connected.
 
 Ranks are assigned in node order. In the first world, nodes with a `--node-rank` come first, sorted
 by that rank. The coordinator's node comes next, followed by the other nodes in natural order of
-their host names. In later worlds, nodes keep their places, and a new node takes the place of a lost
-one.
+their host names. In later worlds, nodes retain their positions in this order, and a new node takes
+the position of a lost node.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Node:
 
 
 class Roster:
-    """The connected nodes, and which of them make up the current world."""
+    """The connected nodes, and the choice of nodes for each world."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Roster:
         return tuple(self._nodes.values())
 
     def resume(self, former: Sequence[str]) -> None:
-        """Adopt the world of a former host: its nodes keep their places."""
+        """Adopt a former host's world, so that its nodes retain their positions in rank order."""
         self._former = tuple(former)
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
@@ -114,7 +114,7 @@ class Roster:
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:
-        """Return the nodes that may take part in the next world."""
+        """Return the nodes that can take part in the next world."""
         good = {name: node for name, node in self._nodes.items() if name not in self._avoided}
         return good if len(good) >= self._min else self._nodes
 
@@ -168,7 +168,7 @@ class Roster:
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Describe how many nodes are required, and how many and which ones are connected."""
+        """Describe the shortage: how many nodes are required, and which nodes are connected."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
             f"{len(self._nodes)} of {self._min} required nodes connected within "

@@ -40,12 +40,12 @@ def starts_of(
     resume: str = "",
     history: str = "",
 ) -> list[m.Start]:
-    """Return the start commands for the nodes of a world, in the order of the nodes.
+    """Return the start commands for the nodes of a world, in node order.
 
     Args:
         restart: how many worlds of this job have ended so far.
         resume: the path of the job's newest committed checkpoint; "" if it has none.
-        history: a JSON account of how the earlier attempts ended.
+        history: a JSON description of how the earlier attempts ended.
     """
     return [
         m.Start(

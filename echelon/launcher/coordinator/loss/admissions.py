@@ -1,5 +1,7 @@
 """Admit the processes that replace lost ranks, by publishing epochs in which they join.
 
+An epoch is a published list of the ranks that continue together; see `continuation.Epoch`.
+
 `Replacements` starts the processes. Once admitted, a process is a rank like any other, except that
 it holds no training state until it has joined. If a rank finishes its training without noticing an
 admission, all admissions are withdrawn and the processes are dismissed.
@@ -17,7 +19,7 @@ from echelon.recorder.continuation import Epoch
 
 
 class Admissions:
-    """The replaced ranks of the current attempt, from their start until they have joined.
+    """The ranks being replaced in the current attempt, until their new processes have joined.
 
     Args:
         epochs: the attempt's epochs.
@@ -42,7 +44,7 @@ class Admissions:
         """Prepare for a new process to replace a rank; return the number of the newest epoch.
 
         Args:
-            life: how many processes have held this rank before.
+            life: how many earlier processes held this rank.
         """
         self._reports.forget(rank)
         self._epochs.lives[rank] = life
@@ -51,8 +53,8 @@ class Admissions:
     def waiting(self, world: World) -> list[int]:
         """Return the ranks to admit now.
 
-        These are the ranks whose processes are waiting to join. None are returned until all ranks
-        have entered the newest epoch, or once a rank has finished all its steps.
+        These are the ranks whose processes are waiting to join. The list is empty while a rank has
+        yet to enter the newest epoch, and after a rank has finished all its steps.
         """
         known = self._reports.read(world)
         if self._epochs.awaited is not None or are_finishing(known):
@@ -101,9 +103,9 @@ class Admissions:
     def withdrawn_by(self, ended: Iterable[int], known: Known) -> int:
         """Return the epoch to withdraw after a loss; 0 if the loss affects the other ranks.
 
-        If all of the lost ranks were still joining, and no other rank has been lost since then, the
-        other ranks are not affected. It is then enough to withdraw the epoch in which the lost
-        ranks were to join.
+        If all of the lost ranks were still joining, and no other rank has been lost since their
+        admission, the other ranks are not affected. In this case, only the epoch in which the lost
+        ranks were to join is withdrawn.
         """
         epoch = self._epochs.awaited
         if epoch is None or any(r not in self._joining or not is_joining(known, r) for r in ended):
@@ -133,7 +135,7 @@ class Admissions:
             self.dismiss(world, ranks)
 
     def dismiss(self, world: World, ranks: Sequence[int]) -> None:
-        """Make processes that are waiting to join exit, because the other ranks have finished."""
+        """Dismiss the processes that are waiting to join, because the other ranks have finished."""
         known = self._reports.read(world)
         self._epochs.publish(world, self._epochs.lost, known, dismissed=ranks)
         self._epochs.awaited = None

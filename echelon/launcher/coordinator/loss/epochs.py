@@ -1,4 +1,7 @@
-"""Publish the epochs of the current attempt in the job's store."""
+"""Publish the epochs of the current attempt in the job's store.
+
+An epoch is a published list of the ranks that continue together; see `continuation.Epoch`.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ class PublishedEpochs:
         awaited: the newest epoch, until all of its ranks have entered it; then None.
         lost: the ranks that count as lost in the newest epoch.
         left: the ranks that exited on their own before their last step.
-        lives: for each replaced rank, how many processes held the rank before.
-        first_lost_ns: when the first loss since the last complete epoch was handled, on the
-            monotonic clock in ns.
+        lives: for each replaced rank, how many earlier processes held the rank.
+        first_lost_ns: the monotonic time, in ns, at which the first loss since the last complete
+            epoch was handled.
     """
 
     def __init__(self, meeting: MeetingPlace) -> None:
@@ -48,14 +51,14 @@ class PublishedEpochs:
         dismissed: Sequence[int] = (),
         withdraws: int = 0,
     ) -> str:
-        """Publish a new epoch with the remaining ranks; return "", or the reason for a failure.
+        """Publish a new epoch with the remaining ranks; return "" or the reason for a failure.
 
         Args:
             lost: all ranks that count as lost.
             known: what the ranks have reported.
             joins: the ranks that join in this epoch.
             dismissed: the ranks whose processes must exit instead of joining.
-            withdraws: the earlier epoch whose admissions are void; 0 for none.
+            withdraws: the earlier epoch whose admissions are canceled; 0 for none.
         """
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}

@@ -11,8 +11,8 @@ A hung rank is killed only if all of these conditions hold:
 
 Any other stall is handled as under `--on-stall restart`.
 
-A rank may survive SIGKILL while the kernel waits for a device. If that takes too long, the attempt
-ends.
+A rank can survive SIGKILL while the kernel waits for a device. If the rank does not exit in time,
+the attempt ends.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HungRanks:
         return bool(self._dying)
 
     def end(self, world: World, failure: Failure, incident: Incident, now_s: float) -> str:
-        """Send commands to kill a stall's culprits; return "", or the reason for not doing so."""
+        """Send commands to kill a stall's culprits; return "", or why they are not killed."""
         ranks = failure.culprit_ranks
         why_not = self._why_not(failure) or self._losses.why_not_without(world, ranks)
         if why_not:
@@ -110,7 +110,7 @@ class HungRanks:
         return self._causes.get(rank, "")
 
     def note_ended(self, rank: int, *, is_survived: bool) -> None:
-        """Record that a rank ended; its stall is over once all culprits have ended.
+        """Record that a rank ended. Its stall counts as resolved once all culprits have ended.
 
         Args:
             is_survived: whether the other ranks continue without this rank.
@@ -134,9 +134,9 @@ class HungRanks:
         return self._until_s
 
     def undead(self, now_s: float) -> tuple[str, World] | None:
-        """Return a message about ranks that have survived SIGKILL for too long, and their attempt.
+        """Return an error message about ranks that SIGKILL did not end, and their attempt.
 
-        Returns each case only once, and None if there is nothing to report.
+        Each case is reported only once. Return None if there is nothing to report.
         """
         if self._world is None or now_s < self._until_s:
             return None
@@ -147,7 +147,7 @@ class HungRanks:
 
 
 def computing(failure: Failure) -> tuple[int, ...]:
-    """Return the culprits of a hang that may still be computing; () for any other failure."""
+    """Return the culprits that might still be computing; () if the failure is not a hang."""
     if failure.cause not in OWN_HANGS:
         return ()
     return tuple(rank for rank in failure.culprit_ranks if rank not in failure.idle_ranks)

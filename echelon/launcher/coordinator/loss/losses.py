@@ -1,6 +1,6 @@
 """Decide which losses of ranks an attempt survives, and let the remaining ranks continue.
 
-Under `--on-loss shrink` and `--on-loss replace`, an attempt may survive the loss of a rank that was
+Under `--on-loss shrink` and `--on-loss replace`, an attempt can survive the loss of a rank that was
 killed by a signal or lost with its node, provided that the remaining ranks hold all the state that
 they need to continue. The remaining ranks are published in the job's store as an epoch, and each of
 them reports once it is ready to continue training. A loss that the attempt cannot survive is
@@ -41,7 +41,8 @@ class Losses:
     Args:
         report: the job's report, to which each survived loss is added.
         say: prints a line for the user.
-        note: called with the attempt's number and the printed line whenever an attempt continues.
+        note: called with the attempt's number and the printed line whenever an attempt continues
+            after a loss.
 
     Attributes:
         admissions: the admissions of processes that replace lost ranks.
@@ -100,7 +101,8 @@ class Losses:
     def may_grow(self, world: World) -> bool:
         """Return whether further ranks could join now.
 
-        All running ranks must be in a step of `resilient.run`: other ranks join at its end.
+        All running ranks must be in a step of `resilient.run`, because new ranks join at the end of
+        a step.
         """
         self._follow(world)
         known = self._reports.read(world)
@@ -160,8 +162,8 @@ class Losses:
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
         """Publish that ranks exited before their last step, so that no rank waits for an epoch.
 
-        Only ranks that are waiting for an epoch react to this. The others may be exiting as well,
-        if a stop was requested.
+        Only ranks that are waiting for an epoch react to this notice. If a stop was requested, the
+        other ranks might be exiting too.
         """
         known = self._reports.read(world)
         early = [one for one in ranks if one in known and known[one].state is not State.DONE]
@@ -176,9 +178,9 @@ class Losses:
     def look(self, world: World) -> int | None:
         """Check whether all ranks of the newest epoch are ready; if so, print how they continue.
 
-        A rank may finish its training without noticing a loss. The other ranks would then wait for
-        it indefinitely, so a further epoch that lists this rank as done is published, and the loss
-        becomes a failure.
+        A rank can finish its training without noticing a loss. The other ranks would then wait for
+        this rank indefinitely, so a further epoch that lists this rank as done is published, and
+        the loss becomes a failure.
 
         Returns:
             The first lost rank, if its loss has just become a failure; None otherwise.
@@ -202,10 +204,11 @@ class Losses:
         return None
 
     def _read(self, world: World, ended: Iterable[int]) -> Known:
-        """Return all reports, including those that a node has not forwarded yet.
+        """Return all reports, including reports that a node has not forwarded yet.
 
-        The missing reports are looked up in the store, except for ranks that had been lost earlier:
-        the key that such a rank left in the store does not describe the process that replaced it.
+        The missing reports are looked up in the store, except for ranks that had been lost earlier.
+        The key that a lost rank left in the store does not describe the process that replaced the
+        rank.
         """
         gone = world.ended.keys() - {*ended} | world.published.keys()
         self._reports.ask_store(world, [one for one in range(world.size) if one not in gone])
@@ -301,7 +304,7 @@ class Losses:
 
 
 def _is_own_end(code: int) -> bool:
-    """Return whether a rank exited on its own or by a signal that may stop the whole job."""
+    """Return whether a rank exited on its own or was ended by a stop signal such as SIGTERM."""
     return code >= 0 or -code in _STOPS
 
 

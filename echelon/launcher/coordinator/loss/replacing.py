@@ -3,21 +3,23 @@
 The other ranks do not wait: they continue among themselves, as under `--on-loss shrink`. Once the
 incident of the loss has been collected, a new process starts on the rank's node, from a standby
 process if one is ready. If the node itself was lost, one other node that runs no ranks takes over
-all of its ranks: a spare node, or one that connects later. The new process loads the program and
-reports that it has no state yet (`State.JOINING`). It is then admitted by a separate epoch, which
-the other ranks enter at the end of a step. Until then, the process is not a rank, and the other
-ranks are not affected if it ends. The ranks of a node that connects late, while the world has fewer
-nodes than `--nnodes` allows, join in the same way.
+all of its ranks. The other node is a spare node or a node that connects later. The new process
+loads the program and reports that it has no state yet (`State.JOINING`). It is then admitted by a
+separate epoch (a new published list of ranks), which the other ranks enter at the end of a step.
+Until then, the process is not a rank, and the other ranks are not affected if it ends. The ranks of
+a node that connects late, while the world has fewer nodes than `--nnodes` allows, join in the same
+way.
 
-[Note: two processes of one rank] A node that is cut off may still be running its ranks after other
-processes have replaced them. Each epoch therefore identifies the process of a rank by how many
-processes held the rank before it (`Epoch.lives`). A process that finds that it has been replaced
-exits with an error.
+[Note: two processes of one rank] A node that is cut off might still be running its ranks after
+other processes have replaced these ranks. Each epoch therefore identifies the process of a rank by
+how many processes held the rank before it (`Epoch.lives`). A process that finds that it has been
+replaced exits with an error.
 
 [Note: no endless replacement] `--max-replacements` limits the number of replacement processes in a
-job. If a process exits on its own before it has joined, another one would exit in the same way, so
-no further process is started for that rank. A process that keeps the other ranks waiting for it is
-killed after `JOINS_S`. A process that is slow to load is not killed, because no rank waits for it.
+job. If a process exits on its own before it has joined, another process would probably exit in the
+same way, so no further process is started for that rank. A process that keeps the other ranks
+waiting for it is killed after `JOINS_S` seconds. A process that is slow to load is not killed,
+because no rank waits for it.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ class _Stage(Enum):
 
 @dataclass(slots=True)
 class _Place:
-    """The replacement of one lost rank.
+    """The state of one lost rank's replacement.
 
     Attributes:
-        until_s: the deadline of the current stage. A process that is still loading the program by
-            then is reported; an admitted or dismissed process is killed; a killed process that is
-            still running is reported.
+        until_s: the deadline of the current stage. At the deadline, a process that is still loading
+            the program is reported, an admitted or dismissed process is killed, and a killed
+            process that is still running is reported.
         is_killed: whether the node was sent a command to kill the dismissed process.
     """
 
@@ -74,8 +76,8 @@ class Replacements:
         report: the job's report, to which each rank that is not replaced is added.
         free: returns the connected nodes that run no ranks.
         start_joining: starts all ranks of a node as joining processes. The arguments are the world,
-            the node's name, the newest epoch, and how many processes held each rank before.
-        joins_s: how long an admitted process may keep other ranks waiting for it to join.
+            the node's name, the newest epoch, and how many earlier processes held each rank.
+        joins_s: how long an admitted process is allowed to keep other ranks waiting, in seconds.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Replacements:
         return min((place.until_s for place in self._places.values()), default=float("inf"))
 
     def is_joining(self, world: World, rank: int) -> bool:
-        """Return whether a replacement process is running for a rank but is not admitted."""
+        """Return whether a replacement process is running for a rank but is not admitted yet."""
         self._follow(world)
         place = self._places.get(rank)
         return place is not None and place.stage in (_Stage.STARTED, _Stage.DISMISSED)
@@ -174,7 +176,7 @@ class Replacements:
 
         Args:
             why: the reason, as recorded in the report.
-            line: the line to print instead of the default one.
+            line: the line to print instead of the default line.
         """
         for rank in ranks:
             self._places.pop(rank, None)
@@ -199,7 +201,7 @@ class Replacements:
     def set_aside(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the lost ranks whose folders will be renamed to make room for new processes.
 
-        The result maps each rank to the number of its folders that were renamed before.
+        The result maps each rank to the number of its folders that have already been renamed.
         """
         wanted = self._at(_Stage.WANTED)[: self._max - self._num_started]
         return {rank: self._numbers.get(rank, 0) for rank in ranks if rank in wanted}
@@ -207,7 +209,7 @@ class Replacements:
     def note_ended(self, world: World, rank: int, code: int, error: str = "") -> decide.JoinerEnded:
         """Handle the end of a process that had not been admitted.
 
-        This may happen while the attempt is running or being stopped.
+        The attempt can be running or stopping at that time.
 
         Args:
             error: why the process could not be started; "" if it was started.
@@ -238,8 +240,8 @@ class Replacements:
         """Start, admit or kill processes as needed; return events for the attempt.
 
         Args:
-            may_start: whether processes may be started now.
-            may_grow: whether the ranks of late nodes may be admitted now.
+            may_start: whether processes can be started now.
+            may_grow: whether the ranks of late nodes can be admitted now.
         """
         self._follow(world)
         if not self.is_busy or world.attempt.phase is not decide.Phase.RUNNING:
@@ -318,7 +320,10 @@ class Replacements:
         return events
 
     def _admit(self, world: World, *, may_grow: bool) -> list[decide.Event]:
-        """Admit all waiting processes in one epoch, but a late node's ranks only all together."""
+        """Admit all waiting processes in one epoch.
+
+        The ranks of a late node are admitted only once all of them are waiting.
+        """
         started = self._at(_Stage.STARTED)
         ready = [rank for rank in self._admissions.waiting(world) if rank in started]
         new = [rank for rank in self._places if self._is_new(rank)]
@@ -334,7 +339,7 @@ class Replacements:
         return [rank for rank, place in self._places.items() if place.stage is stage]
 
     def _watch(self, world: World, now_s: float) -> list[decide.Event]:
-        """Stop tracking the processes that have joined; report or kill those that take too long."""
+        """Stop tracking processes that have joined; report or kill processes that take too long."""
         delaying = self._admissions.delayed_by(world)
         events: list[decide.Event] = []
         for rank, place in list(self._places.items()):
@@ -352,7 +357,7 @@ class Replacements:
         return events
 
     def _watch_start(self, world: World, rank: int, now_s: float) -> None:
-        """Report, once, that a process is taking a long time to get ready to join."""
+        """Report once if a process is taking a long time to get ready to join."""
         place = self._places[rank]
         if now_s < place.until_s:
             return
@@ -393,7 +398,7 @@ class Replacements:
         killed.
 
         Args:
-            ranks: the ranks whose processes to dismiss, some of which may have ended already.
+            ranks: the ranks whose processes to dismiss, some of which might have ended already.
         """
         self._vacant.clear()
         for rank in self._at(_Stage.WANTED):

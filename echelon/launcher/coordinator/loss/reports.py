@@ -1,7 +1,7 @@
 """Read what the ranks of the current attempt report about themselves.
 
-Ranks on the hosting node report through files. The reports of ranks on other nodes arrive in their
-node's messages.
+Ranks on the hosting node report through files. The reports of ranks on other nodes arrive in
+network messages from those nodes.
 """
 
 from __future__ import annotations
@@ -78,5 +78,5 @@ def is_joining(known: Known, rank: int) -> bool:
 
 
 def are_finishing(known: Known) -> bool:
-    """Return whether any rank has finished all its steps, so the others are about to finish."""
+    """Return whether any rank has finished all its steps; the others are about to finish."""
     return any(one.state is State.DONE for one in known.values())

@@ -15,14 +15,13 @@ class Failure:
     """The facts about one attempt's failure.
 
     Attributes:
-        cause: the verdict's cause. If the verdict is late, the cause is derived from exit codes and
-            error files.
+        cause: the verdict's cause. If there is no verdict yet, the cause is derived from exit codes
+            and black boxes.
         is_likely: whether the verdict's confidence is `likely` or `certain`.
         is_certain: whether the verdict's confidence is `certain`.
-        said: a one-clause description for users, such as "rank 2 raised ValueError: a corrupt
-            batch".
-        site: what failed and where, such as "ValueError at train.py:88 in compute". Two failures
-            with the same cause and site count as the same failure.
+        said: a one-clause description for users, e.g., "rank 2 raised ValueError: a corrupt batch".
+        site: what failed and where, e.g., "ValueError at train.py:88 in compute". Two failures with
+            the same cause and site count as the same failure.
         culprit_ranks: the verdict's culprits, or the first rank that failed.
         nodes: the names of the culprits' nodes, in rank order.
         hosts: the host names of these nodes, in the same order.
@@ -52,7 +51,7 @@ class Failure:
     idle_ranks: tuple[int, ...] = ()
 
     def repeats(self, other: Failure) -> bool:
-        """Return whether this failure has the same cause and site as another one."""
+        """Return whether this failure has the same cause and site as another failure."""
         return self.cause == other.cause and self.site == other.site
 
 

@@ -106,14 +106,17 @@ def _by_ends(world: World, incident: Incident | None) -> Failure:
 def _last_step(
     world: World, incident: Incident | None, rank: int, around: Circumstances | None
 ) -> int:
-    """Return a rank's last step, or another rank's if this rank left no record; -1 if unknown."""
+    """Return the last step that a rank recorded; -1 if unknown.
+
+    If the rank left no record, the last step of another rank is returned.
+    """
     if around is None:
         around = _look(incident, [other for other in range(world.size) if other != rank])
     return -1 if around is None else around.last_step
 
 
 def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | None:
-    """Read the circumstances of one of the given ranks from the incident; see `circumstances`."""
+    """Return what the incident shows about one of the given ranks; see `circumstances`."""
     if incident is None:
         return None
     from echelon.launcher.incident.circumstances import circumstances  # imported only if needed

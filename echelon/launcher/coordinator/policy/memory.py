@@ -1,4 +1,4 @@
-"""Serialize the restart policy's memory of a job for the nodes that may host the job next.
+"""Serialize the restart policy's memory of a job for the nodes that could host the job next.
 
 Without this memory, each failover would reset the counts of restarts and failures, and suspect
 nodes would be used again without a probe.
@@ -24,7 +24,7 @@ class Memory:
         failures: the job's failures, oldest first.
         avoided: the names of the nodes that new worlds avoid.
         decisions: the restart decisions in report.json, oldest first.
-        over: the number of the latest attempt that has ended; -1 if none has.
+        over: the number of the latest attempt that has ended; -1 if no attempt has ended.
         suspected: the failure whose nodes must be probed before the next attempt, or None.
     """
 

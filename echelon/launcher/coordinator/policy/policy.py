@@ -1,8 +1,9 @@
 """Decide what follows a failure, based on the earlier failures and the policy table.
 
-A failure repeats an earlier one if both have the same cause and site, and the job has completed no
-new step in between. If the two occurred at different steps, the error may not be deterministic, so
-the job gets one more attempt. Only new steps reset the count of repetitions; other failures do not.
+A failure repeats an earlier failure if both have the same cause and site, and the job has completed
+no new step in between. If the two occurred at different steps, the error might not be
+deterministic, so the job gets one more attempt. Only new steps reset the count of repetitions;
+other failures do not.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def decide(
     Args:
         history: the job's earlier failures, oldest first.
         exclude_after: the number of failures after which a node is avoided; 0 means never.
-        can_replace: whether enough nodes are connected to replace those of the culprits.
+        can_replace: whether enough nodes are connected to replace the culprits' nodes.
     """
     row = row_for(failure)
     same = repeated(failure, history)
@@ -78,7 +79,7 @@ def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
     """Return the earlier failures since the job first reached its furthest step.
 
-    The list is empty if the current failure occurred at a later step than all earlier ones.
+    The list is empty if the current failure occurred at a later step than all earlier failures.
     """
     furthest, stuck = -1, 0
     for place, one in enumerate(history):

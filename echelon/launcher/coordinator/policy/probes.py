@@ -3,7 +3,7 @@
 `docs/restarts.md` shows the tables `ASKED` and `ANSWERS`. A cause that is not listed requires no
 probe, because it does not depend on the machine. A node with a broken device or too little memory
 is replaced after the first failed probe. A node with a network or disk fault gets more tries,
-because the fault may affect the other nodes too.
+because the fault might affect the other nodes too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A row of the table `ANSWERS`: what follows if a probe keeps failing.
+    """A row of the table `ANSWERS`: the response to a probe that fails repeatedly.
 
     Attributes:
         tries: the number of failed probes after which the node is replaced, if possible.

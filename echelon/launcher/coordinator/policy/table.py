@@ -1,8 +1,8 @@
 """Define the restart policy's table, which `docs/restarts.md` shows.
 
 The first row that matches a failure applies. The column `repeats` limits how often the same failure
-may recur before the job completes a new step: with 0, the job stops at the first occurrence; with
-1, it stops at the second; with None, only `--max-restarts` limits it.
+can recur before the job completes a new step: with 0, the job stops at the first occurrence; with
+1, it stops at the second; with None, only `--max-restarts` limits the restarts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Evidence(Enum):
 
 
 class Pause(Enum):
-    """When to pause before the next attempt."""
+    """The conditions for a pause before the next attempt."""
 
     IF_REPEATED = "after repetitions"  # none before the first repetition
     ALWAYS = "always"  # an external cause needs time to recover
@@ -52,7 +52,7 @@ class Row:
     Attributes:
         causes: the causes that the row covers; () means all causes that no other row covers.
         blames_node: whether failures count against the culprit's node (`--exclude-after`).
-        may_pass: whether a stall with this cause may clear on its own. If so, `--on-stall restart`
+        may_pass: whether a stall with this cause can clear on its own. If so, `--on-stall restart`
             waits for a while before it restarts the job.
         why: the reason given in the message "no restart: ...".
     """
@@ -163,7 +163,7 @@ def row_for(failure: Failure) -> Row:
 
 
 def may_pass(cause: str) -> bool:
-    """Return whether a stall with this cause may clear on its own."""
+    """Return whether a stall with this cause can clear on its own."""
     return next((row for row in TABLE if cause in row.causes), TABLE[-1]).may_pass
 
 

@@ -4,9 +4,9 @@
        ^                             |
        +-- back-off -----------------+-- a probe failed: excluded if another node can take its place
 
-To measure a link, a partner node is first asked to listen; then the suspect node measures the link
-to it. Probes run on the nodes and are requested through messages, so this module never blocks. The
-findings are added to `report.json` and to the incidents of the next attempt.
+To measure a link, a partner node is first asked to listen. Then the suspect node measures the link
+to the partner. Probes run on the nodes and are requested through control messages, so this module
+never blocks. The findings are added to `report.json` and to the incidents of the next attempt.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Probing:
     """The probes that run on a job's nodes between two attempts.
 
     Args:
-        decisions: returns the report's decisions; findings are added to the last one.
+        decisions: returns the report's decisions. Findings are added to the last decision.
         host_address: the address at which nodes reach the hosting node.
         note: called after each round of probes.
     """
@@ -94,7 +94,7 @@ class Probing:
 
     @property
     def is_over(self) -> bool:
-        """True if no node is left to probe, so that the next world may begin."""
+        """True if no node is left to probe, so that the next world can begin."""
         return not self._suspects
 
     @property

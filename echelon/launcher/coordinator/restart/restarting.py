@@ -1,6 +1,6 @@
-"""Handle the end of an attempt: wait for the verdict, decide on a restart, report it, and pause.
+"""Handle the end of an attempt: wait for the verdict, decide whether to restart, and pause.
 
-Under the `smart` policy, a restart waits a few seconds for the verdict, which may show that a
+Under the `smart` policy, a restart waits a few seconds for the verdict, which can show that a
 restart would fail in the same way. A verdict that arrives too late still counts in later decisions.
 """
 
@@ -110,7 +110,7 @@ class Restarting:
         return decision.action is not Action.STOP
 
     def history(self) -> str:
-        """Return a JSON account of how the earlier attempts ended, for the workers."""
+        """Return JSON that describes to the workers how the earlier attempts ended."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:
@@ -137,7 +137,7 @@ class Restarting:
         self.over, self.suspected = known.over, known.suspected
 
     def _revise(self) -> None:
-        """Update the facts about earlier failures with verdicts that have arrived since."""
+        """Update the facts about earlier failures with newly arrived verdicts."""
         late, self._late = self._late, []
         for world, incident in late:
             if self._verdicts.is_open(incident):

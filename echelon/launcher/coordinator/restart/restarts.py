@@ -1,10 +1,10 @@
 """Decide whether another attempt follows, based on how the earlier attempts ended.
 
 The policy (`policy/policy.py`) decides what follows a failure, within the limit of
-`--max-restarts`. The loss of a node does not count as a restart, because the next world may succeed
-without that node. However, once several attempts in a row have lost a node soon after their start,
-each further such loss does count, so that the job cannot restart indefinitely. A node that leaves
-on request, a preemption, or a stop by the user is not a failure.
+`--max-restarts`. The loss of a node does not count as a restart, because the next world might
+succeed without that node. However, once several attempts in a row have lost a node soon after their
+start, each further such loss does count, so that the job cannot restart indefinitely. The departure
+of a node on request, a preemption, and a stop by the user are not failures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Restarts:
 
     Args:
         max_restarts: the value of `--max-restarts`.
-        is_elastic: whether the job may have more than one node.
+        is_elastic: whether the job can have more than one node.
         policy: the value of `--restart-policy`.
         exclude_after: the value of `--exclude-after`.
         after_stalls: whether a stall that ended an attempt counts as a failure.
@@ -59,7 +59,7 @@ class Restarts:
 
     @property
     def asks_for_verdict(self) -> bool:
-        """True if the policy is `smart` and restarts remain, so the decision needs the verdict."""
+        """True if the next decision needs a verdict: the policy is `smart`, and restarts remain."""
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
@@ -88,7 +88,7 @@ class Restarts:
         Args:
             end: how the attempt ended.
             lost: whether nodes were lost in the attempt.
-            left: whether nodes left the attempt on purpose.
+            left: whether nodes left the attempt on request.
             lasted_s: how long the attempt ran, in seconds.
             num_nodes: how many nodes are connected now.
             low: the minimum number of nodes in a world.
@@ -134,7 +134,7 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether a restart does not use up the budget, because nodes were lost or left."""
+        """Return whether a restart is exempt from the budget, because nodes were lost or left."""
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

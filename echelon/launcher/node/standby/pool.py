@@ -5,7 +5,8 @@ another, at idle priority, while training is running steadily. When an attempt s
 take suitable standbys that are ready. All other ranks start as usual.
 
 If a standby ends unexpectedly, another one is started after a pause, until `_MAX_LOST` standbys
-are lost. In each of these cases, no standbys are kept, and the reason is reported in one line:
+have been lost. In the following cases, no standbys are kept ready, and the reason is reported in
+one line:
 
 - A module in the program's folder shadows a library that standbys load.
 - The program sets a variable that such a library reads.
@@ -40,7 +41,7 @@ class Standbys:
     """The standbys on this node.
 
     Args:
-        size: how many standbys to keep.
+        size: how many standbys to keep ready.
         program: the command line of a worker.
         guard: the connection to the guard that starts the standbys.
         selector: the selector that watches the standbys' control sockets.
@@ -84,7 +85,7 @@ class Standbys:
         )
 
     def prepare_for(self, ranks: Sequence[Identity], modules: Path) -> None:
-        """Set the ranks for which standbys are kept, and kill the standbys that no longer fit.
+        """Set the ranks for which standbys are started, and kill the standbys that no longer fit.
 
         Args:
             ranks: the environment and the processors of each rank of this node.

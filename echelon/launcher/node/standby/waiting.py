@@ -37,7 +37,7 @@ class Waiting:
         index: the number that the guard uses for this process.
         pipes: the read ends of the process's stdout and stderr. They are not read until a rank
             takes the standby.
-        is_ready: whether a rank may take the standby.
+        is_ready: whether a rank can take the standby.
         obstacle: the reason why no standby of this program can be used; "" if there is no obstacle.
     """
 
@@ -93,7 +93,7 @@ class Waiting:
         return True
 
     def fits(self, environ: Mapping[str, str], processors: Collection[int] | None) -> bool:
-        """Return whether a rank with this environment and these processors may take the standby."""
+        """Return whether a rank with this environment and these processors can take the standby."""
         if not self.is_ready or processors != self._processors:
             return False
         own = self._environ
@@ -125,7 +125,8 @@ class Waiting:
     def _for_rank(self, environ: Mapping[str, str]) -> dict[str, object]:
         """Return a rank's environment, and its differences from the standby's initial environment.
 
-        Variables that the interpreter has added are not among the differences, so they are kept.
+        Variables that the interpreter has added are not among the differences, so they are
+        retained.
         """
         own = self._environ
         return {
@@ -152,7 +153,7 @@ class Waiting:
     def raise_priority(self) -> None:
         """Restore the usual priority of all threads, and schedule the next call.
 
-        The call is repeated every five seconds, because a library may lower the priority again.
+        The call is repeated every five seconds, because a library might lower the priority again.
         """
         self.raise_at_s += _AGAIN_S
         if os.sched_getscheduler(0) == os.SCHED_IDLE:

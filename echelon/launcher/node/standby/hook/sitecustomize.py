@@ -1,23 +1,23 @@
 """Pause a Python process before it runs its script, with the libraries already loaded.
 
-[Note: how a standby waits] A standby is started with the rank's own command line, such as `python
--u train.py`. This folder is at the front of its PYTHONPATH, so the interpreter imports this file
-before it opens the script. The file loads the libraries, and returns only when the agent assigns
-the process to a rank. Then the interpreter runs the script as usual. `__main__`, `sys.path[0]`,
-exit codes, tracebacks and the command line are the same as in any other process.
+[Note: how a standby waits] A standby is started with the rank's own command line, for example
+`python -u train.py`. This folder is at the front of its PYTHONPATH, so the interpreter imports this
+file before it opens the script. The file loads the libraries, and returns only when the agent
+assigns the process to a rank. Then the interpreter runs the script as usual. `__main__`,
+`sys.path[0]`, exit codes, tracebacks and the command line are the same as in any other process.
 
 An error in this file must end the process, because the interpreter would otherwise run the script
 without an assigned rank. For the same reason, the agent first starts one interpreter with
 `ECHELON_STANDBY=check`, which exits in this file.
 
 The variables that imports read from the environment are recorded. A rank with different values of
-these variables cannot use this process. Nothing from the package is imported, because the program
-and the launcher may use different interpreters.
+these variables cannot use this process. The code of this file imports nothing from the package,
+because the program and the launcher might use different interpreters.
 
-    agent -> standby   one byte, with the descriptors of a file and perhaps of stdin; the file is
-                       {environ, gone, changed, cwd}: the rank's environment, and the names of the
-                       variables that it lacks, or has with a different value
-    standby -> agent   {read, tested, hidden, set} and a newline; then it is ready
+    agent -> standby   one byte, with the descriptors of a file and, optionally, of stdin; the file
+                       contains {environ, gone, changed, cwd}: the rank's environment, the names of
+                       the variables to remove and to change, and the working directory
+    standby -> agent   {read, tested, hidden, set} and a newline, once the standby is ready
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _spans_hosts() -> bool:
 
 
 def _changes_path(tree: ast.AST) -> bool:
-    """Return whether a script might change which modules `sys.path` leads to."""
+    """Return whether a script might change `sys.path` other than by appending to it."""
     import ast
 
     found = [one for one in ast.walk(tree) if isinstance(one, (ast.Attribute, ast.ImportFrom))]
@@ -306,7 +306,7 @@ def _folder_of(script: str) -> str:
 
 
 def _lower_priority() -> bool:
-    """Lower this process's priority if that can be undone; return whether it was lowered."""
+    """Lower this process's priority if the change can be undone; return whether it was lowered."""
     try:
         with open("/proc/self/status") as file:
             (mask,) = (line.split()[1] for line in file if line.startswith("CapEff:"))
@@ -369,7 +369,7 @@ def _wait(control: int, told: dict[str, object]) -> None:
 def _keep(file: int) -> None:
     """Keep the file with the rank's environment open, for `fr-analyze --attach`.
 
-    The file gets a high descriptor number, so that the usual numbers stay free for the program.
+    The file gets a high descriptor number, so that the low numbers remain free for the program.
     """
     import fcntl
 
@@ -389,7 +389,7 @@ _main_thread = get_ident()
 
 
 def _note_uncaught() -> None:
-    """Install a hook that notes the exception with which the script ends."""
+    """Install a hook that records the exception that ends the script."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -401,23 +401,26 @@ def _note_uncaught() -> None:
 
 
 def _is_outermost(frame: FrameType | None) -> bool:
-    """Return whether nothing but other hooks of echelon has called a hook."""
+    """Return whether every caller of a hook, if any, is another hook of echelon."""
     while frame is not None and _is_echelons(frame.f_globals):
         frame = frame.f_back
     return frame is None
 
 
 def _is_echelons(namespace: dict[str, object]) -> bool:
-    """Return whether a module is this file, which the user's may be named like, or echelon's."""
+    """Return whether a namespace belongs to this file or to a module of echelon.
+
+    The name does not identify this file, because the user's own file can have the same name.
+    """
     return namespace is globals() or str(namespace.get("__name__")).startswith("echelon.")
 
 
 def _end_if_failed() -> None:
     """End the process of a failed script at once, after all other exit handlers.
 
-    The interpreter's clean-up takes libraries such as torch about half a second, and a restart
-    waits for every rank to end. A program whose own `sys.excepthook` may choose another exit code
-    ends as usual, and so does one that was interrupted.
+    With libraries such as torch, the interpreter's cleanup takes about half a second, and a restart
+    waits for every rank to end. A program ends as usual if it was interrupted, or if it has set its
+    own `sys.excepthook`, which can choose another exit code.
     """
     is_own = _is_echelons(getattr(sys.excepthook, "__globals__", {}))
     if not _ended_with or not is_own or issubclass(_ended_with[0], KeyboardInterrupt):
@@ -430,7 +433,7 @@ def _end_if_failed() -> None:
 
 
 def _flush_files() -> None:
-    """Write what open files hold in their buffers, as closing them would."""
+    """Flush the buffers of all open files."""
     import gc
     import io
 
