@@ -1,13 +1,13 @@
 """The styles, which define how tensor parallelism changes each kind of module.
 
-A split layer keeps its module, its name and its parameter object; the parameter becomes this
-rank's slice, and the module's `forward` is replaced by a function that communicates with the other
-ranks. Only plain tensors are used, so `fully_shard`, pipelines and optimizers work as with any
-other layer.
+Splitting a layer does not replace its module, its name or its parameter object. The parameter
+becomes this rank's slice, and the module's `forward` is replaced by a function that communicates
+with the other ranks. Only plain tensors are used, so `fully_shard`, pipelines and optimizers work
+as with any other layer.
 
-Torch's DTensor was tried and rejected: `fully_shard` cannot place DTensors in its flat vectors,
-torch needs a second world in addition to echelon's, and the same layers took 2.3 times as much CPU
-time (width 128, 2 ranks).
+Torch's DTensor was tried and rejected for three reasons: `fully_shard` cannot store DTensors in its
+flat vectors, torch needs a world in addition to echelon's, and the same layers took 2.3 times as
+much CPU time (width 128, 2 ranks).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def make_row(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
-    """Split an embedding evenly by its rows, if possible; otherwise keep it whole.
+    """Split an embedding's rows evenly across the ranks, if possible; otherwise leave it whole.
 
     If the embedding is split, each rank looks up only the tokens of its own rows.
     """
@@ -127,7 +127,7 @@ def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
-    """Keep an embedding whole, but output only this rank's positions if positions are split."""
+    """Leave an embedding whole, but output only this rank's positions if positions are split."""
     embedding = _embedding(name, module)
     if setting.sequence:
 
@@ -193,7 +193,7 @@ def _divide_rows(name: str, linear: nn.Linear, setting: Setting) -> int:
 
 
 class _Forward:
-    """The forward pass of one split module, which replaces that of the module's class."""
+    """The function that replaces the `forward` method of one split module."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward
@@ -236,7 +236,7 @@ def _described(module: nn.Module) -> str:
 
 
 def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
-    """Check that each token has a row in the embedding. Only tensors on the host are checked.
+    """Check that each token has a row in the embedding. Only host tensors are checked.
 
     Raises:
         IndexError: a token does not have a row.
