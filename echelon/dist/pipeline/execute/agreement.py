@@ -21,7 +21,7 @@ from echelon.dist.pipeline.plan.plan import Plan
 def plan_of(
     schedule: str | Path | Plan, num_ranks: int, num_microbatches: int | None, num_chunks: int
 ) -> Plan:
-    """Return the checked plan for a schedule's name, for a CSV file or for a `Plan`.
+    """Return the plan that `schedule` specifies, after checking the plan.
 
     Raises:
         ValueError: the plan does not match the number of ranks or micro-batches, or the named

@@ -5,7 +5,7 @@ pipelining, so that schedules can be exchanged with PyTorch:
 
     2F0  2B0             forward and full backward of micro-batch 0 in stage 2
     2I0  2W0             the backward in two halves: input gradients, weight gradients
-    (0F4;3B1)OVERLAP_F_B several computations whose communication may overlap
+    (0F4;3B1)OVERLAP_F_B several computations whose communication can overlap
     1SEND_F3  2RECV_F3   stage 1's output for micro-batch 3 is sent to stage 2
     2SEND_B3  1RECV_B3   its gradient is returned to stage 1
     1UNSHARD  1RESHARD  1REDUCE_GRAD   actions of a sharded stage around its computations

@@ -64,8 +64,8 @@ def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
     Args:
         plan: a plan with or without messages; a plan that has sharding actions is returned
             unchanged.
-        keep: parameters stay gathered if one of the next `keep` computations needs them; None means
-            twice the number of stages on the rank.
+        keep: parameters remain gathered if one of the next `keep` computations needs them; None
+            means twice the number of stages on the rank.
     """
     if any(action.kind in SHARDING for row in plan.rows for action in row):
         return plan

@@ -1,8 +1,8 @@
 """Represent a plan as plain data: one row per rank, with the rank's actions in order.
 
 A plan contains computations. It can also contain messages and sharding actions. If it does not,
-`lower.py` adds them. A plan does not contain times. The order across ranks follows from the rows
-and from the dependencies of each action.
+`lower.py` adds them. A plan does not contain times. The execution order across ranks follows from
+the rows and from the dependencies of each action.
 """
 
 from __future__ import annotations

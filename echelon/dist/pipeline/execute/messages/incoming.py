@@ -97,7 +97,8 @@ class Incoming:
     def is_here(self, thing: Thing) -> bool:
         """Return whether `take` would return immediately.
 
-        On a device, only the header must have arrived, because the host does not wait for data.
+        On a device, it is sufficient that the header has arrived, because the host does not wait
+        for the data.
         """
         if self._place[thing] >= self._num_posted:
             return False

@@ -52,7 +52,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 def _end(row: RowBuilder, rank: int, behind: int, down: int, up: int) -> None:
     """Append the last backward passes.
 
-    The full passes come first, then the split passes with weight gradients in between.
+    The full passes precede the split passes, which alternate with weight gradients.
     """
     ramp = [up, down] * (rank + 1)
     for number, stage in enumerate(ramp):
