@@ -74,7 +74,7 @@ def make_region(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool) -> None:
-    """Split a linear layer along its output dimension; it then returns this rank's features."""
+    """Split a linear layer along its output dimension; it returns only this rank's features."""
     linear = _linear(name, module)
     linear.out_features = _divide_rows(name, linear, setting)
     if not enters:
@@ -161,7 +161,7 @@ def make_head(name: str, module: nn.Module, setting: Setting) -> None:
 def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
     """Replace a parameter's data by this rank's slice; return the slice's length along `dim`.
 
-    A parameter used in several places is split only once.
+    A parameter that several modules share is split only once.
 
     Raises:
         ValueError: the parameter cannot be split evenly, is already split along another dim, or
