@@ -3,10 +3,10 @@
     echelon run --nproc-per-node 4 -m echelon.planner.measure --out links.json
 
 All groups of the same kind communicate at the same time, as they do in training. Inside a node, a
-group consists of consecutive ranks; across nodes, of ranks with the same local rank. All ranks also
-compute at the same time. Each figure is the median of repeated measurements, bounded by their 10th
-and 90th percentiles. The compute rate is then lowered and its bounds are widened, because training
-also does slower work between its matrix products.
+group consists of consecutive ranks. Across nodes, a group consists of ranks with the same local
+rank. All ranks also compute at the same time. Each figure is the median of repeated measurements,
+bounded by their 10th and 90th percentiles. The compute rate is then lowered and its bounds are
+widened, because training also does slower work between its matrix products.
 
 Arrays are in host memory, and numpy computes the matrix products in fp32. For accelerators, pass
 the peak rate to `echelon plan` (`--peak-tflops`), and write the links file by hand from the results

@@ -54,7 +54,7 @@ class Outcome:
             schedule.
         num_layouts: the number of layouts that were examined.
         num_fitting: the number of layouts that fit.
-        smallest: the layout that needs the least memory among those that do not fit; None if all
+        smallest: the layout that needs the least memory of all layouts that do not fit; None if all
             layouts fit.
     """
 
