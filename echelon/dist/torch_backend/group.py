@@ -6,8 +6,8 @@ executes the operation, and torch receives a `TorchWork` (work.py). A blocking c
 false) runs on the calling thread, and its errors are raised unchanged on the same thread.
 
 `TorchGroup` replaces torch's whole group. Tensors on the host and on devices use the same
-ProcessGroup, which has an engine for each kind of device. All rank arguments are group
-ranks, because torch translates `src` and `dst`.
+ProcessGroup, which has an engine for each kind of device. All rank arguments are group ranks,
+because torch translates `src` and `dst`.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ configuration that has failed or was aborted refuses all operations until the ne
 replaces it.
 
 [Note: ending a configuration] `abort` can be called while one thread is inside an operation, or
-while another thread is inside `configure`. It uses GroupMaker, which can end a group both during
-and after its creation. `abort` does not release the group, because the ended operations must still
-report their errors. The next `configure` or `shutdown` releases the group.
+while another thread is inside `configure`. `abort` uses GroupMaker, which can end a group both
+during and after its creation. `abort` does not release the group, because the ended operations must
+still report their errors. The next `configure` or `shutdown` releases the group.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Reconfigurable:
         """The current group.
 
         Raises:
-            CollectiveError: there is no current group, or it could not be created.
+            CollectiveError: no group is configured, or the group could not be created.
         """
         group = self._group
         if group is not None:

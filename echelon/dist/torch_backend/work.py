@@ -1,8 +1,8 @@
 """Wrap echelon's `Work` objects as torch's, for `async_op=True` and for DDP.
 
 [Note: errors and futures] The thread that waits for a `Work` completes its torch future. Torch
-turns a Python exception into a wrong result in one place (`_create_work_from_future`) and into a
-crash in another (`Future.set_exception` under DDP). Therefore, `TorchWork.wait` raises errors
+turns a Python exception into a wrong result in one case (`_create_work_from_future`) and into a
+crash in another case (`Future.set_exception` under DDP). Therefore, `TorchWork.wait` raises errors
 itself, and `get_future` returns a child that `then` creates with a callback that raises the error.
 C++ code then receives a RuntimeError with the error's name and text.
 """
