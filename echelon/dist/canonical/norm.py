@@ -20,7 +20,7 @@ def block_sums(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each block, [ceil(numel / 1024)], float64.
 
     Args:
-        values: [numel], starting at a block's first element; the last block may be incomplete.
+        values: [numel], starting at a block's first element; the last block can be incomplete.
     """
     count = -(-values.numel() // BLOCK)
     sums = torch.empty(count, dtype=torch.float64, device=values.device)
