@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 on success, 1 if no layout fits, or 2 for bad usage."""
+    """Run the command; return 0 on success, 1 if no layout fits, or 2 if the usage is incorrect."""
     parser = build_parser()
     args = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""Describe and enumerate layouts, each of which is a way to split a step's work across ranks."""
+"""Describe and enumerate layouts. A layout is a way to split a step's work across ranks."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Layout:
             without a pipeline.
         microbatches: the number of micro-batches into which each data-parallel rank splits its
             local batch.
-        recompute: whether blocks keep only their inputs, so that the backward pass recomputes
-            everything else.
+        recompute: whether blocks store only their inputs, so that the backward pass recomputes all
+            other activations.
     """
 
     pp: int = 1

@@ -1,9 +1,9 @@
-"""Describe the speed of ranks and links, which is measured, stated by the user, or assumed.
+"""Describe the speeds of ranks and links, which are measured, stated by the user, or assumed.
 
-A link is described by two numbers (Hockney's model): a message of S bytes takes latency + S /
-bandwidth. The bandwidth is the number of bytes that a rank sends per second while all groups of the
-same kind are active. A ring all_reduce of S bytes over n ranks therefore takes 2 (n - 1) (latency +
-S / n / bandwidth).
+A link is described by its latency and bandwidth (Hockney's model). Sending S bytes takes
+latency + S / bandwidth. The bandwidth is the number of bytes that a rank sends per second while all
+groups of the same kind are active. A ring all_reduce of S bytes over n ranks therefore takes
+2 (n - 1) (latency + S / n / bandwidth).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A likely value with a low and a high bound, between which about 90 % of draws lie."""
+    """A likely value and two bounds; about 90 % of random draws lie between the bounds."""
 
     likely: float
     low: float
@@ -70,11 +70,12 @@ class Machine:
     """The speed of one rank's computation and communication, with bounds for each figure.
 
     Attributes:
-        flops_per_s: the floating-point operations per second that training sustains while it
-            computes.
+        flops_per_s: the floating-point operations per second that training sustains during
+            computation.
         bytes_per_s: the bandwidth of a rank's memory, which limits the optimizer step.
         overlap: the fraction of communication that computation can hide, from 0 to 1.
-        block_s: the time to launch a block's operations and hooks, regardless of their size.
+        block_s: the time in seconds to launch a block's operations and hooks, regardless of their
+            size.
         links: the links inside a node and across nodes, keyed by group size.
         origins: how each figure was obtained: measured, stated or assumed.
     """
@@ -87,7 +88,7 @@ class Machine:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link(self, size: int, *, is_across: bool) -> Link:
-        """Return the link whose group size is nearest to `size`, if possible of the same kind."""
+        """Return the link whose group size is nearest to `size`, preferring the given kind."""
         known = [link for link in self.links if link.is_across == is_across] or list(self.links)
         return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))
 
@@ -148,7 +149,7 @@ def read_machine(path: str | Path, base: Machine) -> Machine:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file does not contain such measurements.
+        ValueError: the file does not contain valid measurements.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

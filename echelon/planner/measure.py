@@ -3,13 +3,14 @@
     echelon run --nproc-per-node 4 -m echelon.planner.measure --out links.json
 
 All groups of the same kind communicate at the same time, as they do in training. Inside a node, a
-group consists of consecutive ranks; across nodes, of ranks with the same local rank. All ranks also
-compute at the same time. Each figure is the median of repeated measurements, bounded by their 10th
-and 90th percentiles. The compute rate is then lowered and its bounds are widened, because training
-does slower work between its matrix products.
+group consists of consecutive ranks. Across nodes, a group consists of ranks with the same local
+rank. All ranks also compute at the same time. Each figure is the median of repeated measurements,
+bounded by their 10th and 90th percentiles. The compute rate is then lowered and its bounds are
+widened, because training also does slower work between its matrix products.
 
-Arrays are in host memory, and numpy computes the matrix products in fp32. For accelerators, state
-the rate (`--peak-tflops`), and write the links file by hand from the vendor's benchmark.
+Arrays are in host memory, and numpy computes the matrix products in fp32. For accelerators, pass
+the peak rate to `echelon plan` (`--peak-tflops`), and write the links file by hand from the results
+of the vendor's benchmark.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MEMORY_NUMBERS = 1 << 23
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on all ranks, and write the result to a file on rank 0. Return 0."""
+    """Measure on all ranks, write the results to a file on rank 0, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m echelon.planner.measure")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     args = parser.parse_args(argv)
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(world: ProcessGroup) -> dict[str, Any]:
-    """Measure links and processors; return the content of the file on every rank. Collective."""
+    """Measure links and processors; return the file's contents on every rank. Collective."""
     product = _make_product()
     flops = _all(world, [2.0 * _WIDTH**3 / seconds for seconds in _timed(product, _PRODUCTS)])
     memory = _all(world, [_MEMORY_NUMBERS * 12 / s for s in _timed(_make_addition(), 10)])
@@ -107,7 +108,7 @@ def time_link(
 ) -> tuple[list[float], list[float]]:
     """Return the latencies (s) per ring step and the bandwidths (bytes/s) of all_reduces.
 
-    All ranks of `world` measure at the same time, each in its group of at least two ranks.
+    All ranks of `world` measure at the same time, each in its own group of at least two ranks.
     """
     small, large = (np.ones(n, np.float32) for n in (_SMALL_NUMBERS, _LARGE_NUMBERS))
     short_s = _calls(world, group, small, num_small)

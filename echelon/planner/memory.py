@@ -1,16 +1,16 @@
 """Estimate the memory that a layout needs on a rank, component by component.
 
 Weights, gradients and AdamW's state take 4 + 4 + 8 bytes per parameter (ZeRO, Rajbhandari et al.
-2020, with fp32 weights kept), divided by the size of the "shard" axis. The buffers of `fully_shard`
-are described in docs/sharding.md, "The budget". Activations are counted tensor by tensor for this
-repository's blocks, whose attention does not keep scores (Korthikanti et al. 2022, table 2, without
-dropout).
+2020, with weights stored in fp32), divided by the size of the "shard" axis. The buffers of
+`fully_shard` are described in docs/sharding.md, "The budget". Activations are counted tensor by
+tensor for this repository's blocks, whose attention does not store scores (Korthikanti et al. 2022,
+table 2, without dropout).
 
 [Note: the heap] In host memory, a rank uses more memory than its tensors do. `echelon.dist.heap`
-makes glibc keep freed blocks, which saves page faults, but blocks of many sizes leave gaps between
-them. With every block mapped separately (MALLOC_MMAP_THRESHOLD_=131072), the peak resident memory
-was the sum of the other components plus 10 to 20 MiB. The estimate of the heap was fitted to 13
-measured jobs (docs/planner.md).
+makes glibc retain freed blocks, which saves page faults. However, blocks of many sizes leave gaps
+between them. With every block mapped separately (MALLOC_MMAP_THRESHOLD_=131072), the peak resident
+memory was the sum of the other components plus 10 to 20 MiB. The estimate of the heap was fitted to
+13 measured jobs (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class Memory:
     Attributes:
         weights, optimizer: the rank's shards of the weights and of the optimizer's state.
         gradients: the rank's shards of the gradients at its memory peak. With one micro-batch, each
-            gradient takes the place of activations that the backward pass has freed.
+            gradient reuses the memory of activations that the backward pass has freed.
         units: the buffers of `fully_shard` for gathered parameters, and for full gradients before
             they are reduced.
-        activations: the activations kept for the backward pass, over all micro-batches in progress.
+        activations: the activations stored for the backward pass, over all micro-batches in
+            progress.
         logits: the logits and the loss's intermediate tensors.
         heap: in host memory, the gaps between tensors, and small buffers; 0 on accelerators.
     """
@@ -135,12 +136,12 @@ def _units(layout: Layout, job: Job, unit: float, root: float, num_blocks: int) 
 
 
 def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
-    """Return how many bytes of activations a block of `echelon.train.models` keeps per token.
+    """Return how many bytes of activations a block of `echelon.train.models` stores per token.
 
-    A block keeps the inputs and outputs of the norms (RMSNorm computes in fp32), the operands and
+    A block stores the inputs and outputs of the norms (RMSNorm computes in fp32), the operands and
     result of attention (with another copy after rotary positions, which change the layout), and the
     tensors inside the feed-forward network. Tensor parallelism splits everything except the tensors
-    of the norms. Kernels that fuse these operations keep less.
+    of the norms. Kernels that fuse these operations store less.
     """
     if model.is_gated:
         norms = 2 * (model.width * (4 + 2 * compute_bytes) + 4)
@@ -155,7 +156,8 @@ def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
 def logits_bytes(model: Model, job: Job) -> float:
     """Return the loss's peak memory per token, in bytes.
 
-    The loss holds the logits in the compute dtype, and the log-softmax and its gradient in fp32.
+    At its peak, the loss needs the logits in the compute dtype, and the log-softmax and its
+    gradient in fp32.
     """
     copies = job.compute_bytes + 8 + (4 if job.compute_bytes < _STATE_BYTES else 0)
     return model.vocabulary * copies / job.loss_chunks

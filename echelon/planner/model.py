@@ -1,4 +1,4 @@
-"""Compute a decoder-only transformer's numbers of weights and operations from its dimensions."""
+"""Compute the numbers of weights and operations of a decoder-only transformer."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Model:
 
     Attributes:
         layers, width, heads, vocabulary, context: as in `echelon.train.models.ModelConfig`.
-        kv_heads, head_width, hidden: as in `echelon.train.models.ModelConfig`; 0 selects the
-            default: heads, width / heads, or 4 x width (8/3 x width if gated).
+        kv_heads, head_width, hidden: as in `echelon.train.models.ModelConfig`. 0 means the default,
+            which is heads, width / heads, and 4 x width (8/3 x width if gated), respectively.
         is_gated: whether blocks have a gated feed-forward network (SwiGLU) and RMSNorm, as in
             Llama.
         is_tied: whether the output head shares its weight with the token embedding.
@@ -98,7 +98,7 @@ class Model:
 
     @property
     def key_width(self) -> int:
-        """The total number of features across all key heads; the value heads have as many."""
+        """The total number of features across all key heads, and also across all value heads."""
         return self.kv_heads * self.head_width
 
     @property
@@ -129,15 +129,15 @@ class Model:
         return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
 
     def block_flops(self, context: int) -> float:
-        """Return the operations per token in a block's forward pass, for a full context."""
+        """Return the FLOPs per token in a block's forward pass, for a full context."""
         return 2.0 * self.block_matrices + 4.0 * self.query_width * context
 
     def head_flops(self) -> float:
-        """Return the operations per token in the head's forward pass."""
+        """Return the FLOPs per token in the head's forward pass."""
         return 2.0 * self.vocabulary * self.width
 
     def train_flops(self, context: int) -> float:
-        """Return the operations per training token: 6 N + 12 L H D T (PaLM, appendix B)."""
+        """Return the FLOPs per token in training: 6 N + 12 L H D T (PaLM, appendix B)."""
         return 3.0 * (self.layers * self.block_flops(context) + self.head_flops())
 
 
@@ -145,7 +145,7 @@ def read_model(text: str) -> Model:
     """Read a model from a preset's name, from `layers=12,width=768,...`, or from a config.json.
 
     Raises:
-        ValueError: the text has none of these forms, or gives invalid sizes.
+        ValueError: the text has none of these forms, or the sizes are invalid.
         OSError: the file cannot be read.
     """
     if text in _PRESETS:

@@ -45,7 +45,7 @@ def main() -> None:
 def measure(world: ProcessGroup, rounds: Sequence[Sequence[Pair]]) -> dict[str, Any]:
     """Measure the links; return the results on every rank. Collective.
 
-    A pair's row is [rank, rank, latency in s, bandwidth in bytes/s]."""
+    The results contain a row for each pair: [rank, rank, latency in s, bandwidth in bytes/s]."""
     if world.size == 1:
         return {"error": "a single rank has no links: start more ranks with --nproc-per-node"}
     latency_s, bytes_per_s = _middles(world, world)

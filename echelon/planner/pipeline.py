@@ -1,4 +1,4 @@
-"""Estimate a pipeline schedule's cost and memory use by simulating it; results are cached."""
+"""Estimate the cost and memory use of pipeline schedules by simulation, with cached results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class Course:
 
 
 def stages_of(layout: Layout, model: Model) -> Stages:
-    """Return how `parallelize` splits a model: evenly, with leftover blocks in the first stages."""
+    """Return the stages into which `parallelize` splits a model.
+
+    Blocks are split evenly across stages. Leftover blocks go to the first stages.
+    """
     number = layout.pp * layout.chunks
     least, more = divmod(model.layers, number)
     blocks = tuple(least + (stage < more) for stage in range(number))

@@ -3,7 +3,7 @@
 The machine's figures are known only within bounds. Therefore, many possible machines are sampled,
 and every layout's step time is estimated on each of them. Factors that all layouts share, such as
 slow processors, do not change the order of the layouts. In addition, every estimate is multiplied
-by an independent random error, as large as the measured error of the model (docs/planner.md).
+by an independent random error, as large as the measured error of the estimates (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Outcome:
             schedule.
         num_layouts: the number of layouts that were examined.
         num_fitting: the number of layouts that fit.
-        smallest: the layout that needs the least memory among those that do not fit; None if all
+        smallest: the layout that needs the least memory of all layouts that do not fit; None if all
             layouts fit.
     """
 
@@ -68,7 +68,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
     """Return the layouts of a job that fit in memory, fastest first.
 
     Args:
-        memory_bytes: the memory of one rank, of which a tenth is left free.
+        memory_bytes: the memory of one rank in bytes; a tenth of it is left free.
 
     Raises:
         ValueError: the context is longer than the model's learned position embedding, or no layout
@@ -97,7 +97,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
 def _best_of_each_mesh(
     model: Model, job: Job, machine: Machine, fitting: Sequence[tuple[Layout, Memory]]
 ) -> list[tuple[Layout, Memory]]:
-    """Return the fastest of the layouts that differ only in micro-batches and recomputation."""
+    """Return the fastest layout for each combination of mesh and schedule, fastest first."""
     best: dict[object, tuple[float, Layout, Memory]] = {}
     for layout, needed in fitting:
         key = (layout.pp, layout.replicate, layout.shard, layout.tp, layout.schedule)
@@ -111,7 +111,7 @@ def _best_of_each_mesh(
 def _compared(
     model: Model, job: Job, machine: Machine, best: Sequence[tuple[Layout, Memory]]
 ) -> tuple[Candidate, ...]:
-    """Estimate the layouts' step times on many sampled machines, and sort by the likely time."""
+    """Estimate the layouts' step times on many sampled machines; sort them by the likely time."""
     if not best:
         return ()
     chance = random.Random(_SEED)

@@ -25,7 +25,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
-    """Return every rank's range. Collective: blocks until all ranks have called this function.
+    """Return every rank's range of micro-batches. Collective: blocks until all ranks have joined.
 
     Raises:
         CollectiveMismatchError: the ranges have different totals, or a rank's range does not begin
@@ -63,7 +63,7 @@ def reduce_scatter(
         group: a group whose ranks have adjacent ranges, in rank order.
         sums: complete sums, whose vectors have the same length on all ranks.
         runs: the ranges of all ranks, from `agree_runs`.
-        splits: number of elements in each rank's block, in rank order; None means splits that
+        splits: the number of elements in each rank's block, in rank order; None means splits that
             are as even as possible.
         scratch: memory for the received blocks and the returned sums; None means new memory. In a
             group of one rank, nothing is received, and the sums are returned as they are.

@@ -1,9 +1,9 @@
 """Compute sums of squares over fixed blocks of elements, regardless of shard boundaries.
 
 A parameter is split into blocks of 1024 elements, counted from its first element. The squares
-within a block are added pairwise by halving, in float64, and the blocks of a parameter are added in
-the order of the canonical tree. A block that spans several shards is first assembled from the
-ranks' elements.
+within a block are added pairwise by repeated halving, in float64. The sums of a parameter's blocks
+are added in the order of the canonical tree. A block that spans several shards is first assembled
+from the ranks' elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def block_sums(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each block, [ceil(numel / 1024)], float64.
 
     Args:
-        values: [numel], starting at a block's first element; the last block may be incomplete.
+        values: [numel], starting at a block's first element; the last block can be incomplete.
     """
     count = -(-values.numel() // BLOCK)
     sums = torch.empty(count, dtype=torch.float64, device=values.device)
@@ -48,7 +48,7 @@ def _halved(values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
 def tree_total(sums: torch.Tensor) -> torch.Tensor:
     """Return the sum of [n] numbers in the order of the canonical tree, as a 0-dim tensor.
 
-    Zero represents an absent right child, so none of the numbers may be -0.
+    Zero represents an absent right child, so the numbers must not include -0.
     """
     while sums.numel() > 1:
         if sums.numel() % 2:
@@ -80,12 +80,12 @@ def tree_totals(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 class PartialBlocks:
     """Block sums of one parameter that is sharded across ranks.
 
-    Each rank writes its values into a message that is zero elsewhere. The sum of all messages
-    therefore contains every value exactly.
+    Each rank writes its values into a vector (its message) that is otherwise zero. The sum of all
+    ranks' vectors therefore contains every value exactly.
 
     Args:
-        numel: number of elements of the full parameter.
-        bounds: start and stop of each rank's shard, in elements of the parameter.
+        numel: the number of elements of the full parameter.
+        bounds: the start and stop of each rank's shard, in elements of the parameter.
     """
 
     def __init__(self, numel: int, bounds: Sequence[tuple[int, int]]) -> None:
@@ -105,7 +105,7 @@ class PartialBlocks:
         Args:
             message: [message_numel], float64, initially all zeros.
             values: [n], this rank's shard of the parameter.
-            start: index of the first element of `values` within the parameter.
+            start: the index of the first element of `values` within the parameter.
         """
         stop = start + values.numel()
         first, last = -(-start // BLOCK), stop // BLOCK

@@ -1,7 +1,7 @@
 """Add one rank's micro-batches in the order of the canonical tree.
 
 The algorithm works like a binary counter: a completed node is immediately added to its left
-neighbour. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the length of the range.
+neighbor. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the length of the range.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TreeSums:
 
     Args:
         run: the micro-batch numbers of this rank.
-        numel: number of elements of each vector.
-        dtype: dtype of the sums; see `sum_dtype`.
-        device: device of the sums.
+        numel: the number of elements of each vector.
+        dtype: the dtype of the sums; see `sum_dtype`.
+        device: the device of the sums.
 
     Raises:
         TypeError: `dtype` is narrower than float32 or not floating-point.
@@ -66,8 +66,8 @@ class TreeSums:
         Args:
             number: the micro-batch's number. Each micro-batch of the range must be added
                 exactly once, in ascending order of number.
-            vector: [numel], converted to the dtype of the sums. The caller must not use it
-                afterwards: its memory may be reused for a sum.
+            vector: [numel], converted to the dtype of the sums. The caller must not use
+                the vector afterwards, because its memory might be reused for a sum.
 
         Raises:
             ValueError: `number` is not the next number, or the vector has the wrong length or

@@ -6,11 +6,11 @@
     height 3      [0          .           6]
 
 The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, index) covers the
-numbers from index * 2^height up to the next multiple of 2^height, or up to `total`, so the last
-node at a height may be incomplete. The value of a node is the sum of its left and right children,
-or the left child's value if the node has no right child. So the order depends only on `total`. Each
-rank adds up the subtrees that lie within its range of numbers, which leaves at most 2 log2(length)
-sums. The sums are then added across ranks in the order of the same tree.
+2^height numbers from index * 2^height, but no number above `total` - 1, so the last node at a
+height can be incomplete. The value of a node is the sum of its left and right children, or the left
+child's value if the node has no right child. The order therefore depends only on `total`. Each rank
+adds up the subtrees that lie within its range of numbers, which leaves at most 2 log2(length) sums.
+The sums are then added across ranks in the order of the same tree.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A rank's range of consecutive numbers, `start` to `stop` - 1; it may be empty.
+    """A rank's range of consecutive numbers, `start` to `stop` - 1, which can be empty.
 
     Raises:
         ValueError: `start`, `stop` and `total` do not form a valid range.
@@ -96,7 +96,7 @@ def root(total: int) -> Node:
 
 
 def maximal_nodes(run: Run) -> tuple[Node, ...]:
-    """Return the largest nodes within a range, which together cover it exactly once.
+    """Return the largest nodes within a range, which together cover each number exactly once.
 
     The nodes are in ascending order; there are at most max(1, 2 log2(len(run))) of them. If the
     range contains all numbers, the only node is the root.
@@ -115,13 +115,13 @@ def maximal_nodes(run: Run) -> tuple[Node, ...]:
 def combine(
     nodes: Iterable[tuple[Node, T]], run: Run, add: Callable[[T, T], T]
 ) -> list[tuple[Node, T]]:
-    """Combine the values of neighbouring nodes, up to the largest nodes that fit in a range.
+    """Combine the values of adjacent nodes, up to the largest nodes that fit in a range.
 
     Args:
         nodes: nodes with their values, in ascending order without gaps, beginning at the range's
             start.
-        run: the numbers that the nodes may cover.
-        add: a function that adds two values; its first argument is the left one.
+        run: the range that the combined nodes must not exceed.
+        add: a function that adds two values; its first argument is the left value.
 
     Returns:
         The values of the largest nodes. If `nodes` cover the range, the nodes of the result are
@@ -135,7 +135,7 @@ def combine(
 
 
 def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
-    """Merge nodes at the end of the stack into their parents while all children are complete."""
+    """Merge nodes at the end of the stack into their parents as far as possible."""
     while stack:
         node, value = stack[-1]
         parent = node.parent
@@ -152,7 +152,7 @@ def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> No
 
 
 def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Return the sum of all values, added in the tree's order. The first value has index 0.
+    """Return the sum of all values, added in the tree's order. The first value has number 0.
 
     Raises:
         ValueError: there are no values.

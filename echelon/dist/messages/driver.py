@@ -1,6 +1,6 @@
 """Run the thread that transfers the bytes of a group's messages.
 
-Callers only append to a queue and wake the thread; only the thread itself takes locks. Calls are
+Callers only append to a queue and wake the thread. Only the thread itself takes locks. Calls are
 therefore safe on any thread, in a signal handler, and in a process that is about to fork. The
 thread starts with the first message.
 """
@@ -42,21 +42,21 @@ class Streams(Interface):
         """Block until a stream is ready, `wake` is called, or the timeout expires.
 
         Returns:
-            The peers that may have sent bytes.
+            The peers that might have sent bytes.
         """
 
     def writable(self) -> list[int]:
-        """Return the peers whose streams were full at the last `write` but may now have room."""
+        """Return the peers whose streams were full at the last `write` but might now have space."""
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Read a peer's bytes into `view`; return the number of bytes, which may be 0.
+        """Read a peer's bytes into `view`; return the number of bytes, which can be 0.
 
         Raises:
             StreamBroken: the stream has ended.
         """
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether unread bytes from a peer have arrived. May be called on any thread."""
+        """Return whether unread bytes from a peer have arrived. Safe to call on any thread."""
 
     def write(self, peer: int, views: list[memoryview]) -> int:
         """Write as many bytes as fit; return how many were written.
@@ -117,7 +117,11 @@ class Driver:
         self._streams.wake()
 
     def close(self, timeout_s: float, error: BaseException | None = None) -> bool:
-        """Wait for the thread to end, and release the streams. `cut` must be called first.
+        """Cut off all transfers, wait for the thread to end, and release the streams.
+
+        Args:
+            timeout_s: the maximum time in seconds to wait for the thread.
+            error: the error of the unfinished transfers, unless `cut` has already been called.
 
         Returns:
             True if the thread ended in time.
@@ -132,9 +136,9 @@ class Driver:
         return not thread.is_alive()
 
     def _may_have_unread(self, peer: int) -> bool:
-        """Return whether bytes from a peer may be on the way to a receive.
+        """Return whether bytes from a peer might be on the way to a receive.
 
-        The result is True if bytes have arrived or if the driver's thread is working. May be called
+        The result is True if bytes have arrived or if the driver's thread is working. Safe to call
         on any thread.
         """
         if self._streams.has_unread(peer):
@@ -196,7 +200,7 @@ class Driver:
         return min(self._streams.slice_s, CHECK_EVERY_S if self._live else _IDLE_S)
 
     def _look_around(self) -> None:
-        """Check the watch of one transfer per peer, and of every transfer past its deadline."""
+        """Check the limits of one transfer per peer, and of every transfer past its deadline."""
         now = time.monotonic()
         self._look_at_s = now + CHECK_EVERY_S
         for transfer in self._live:

@@ -1,9 +1,10 @@
 """Run a receive from any rank on two engines, exactly one of which gets the message.
 
-[Note: one message for two receives] The receive is started on both levels, into the same array. The
-state of the intra-host receive decides which level gets the message. The intra-host engine claims
-that receive when a message matches it. The inter-host level must cancel that receive (`withdraw`)
-before matching a message. Both steps are atomic, so a message is never lost or received twice.
+[Note: one message for two receives] A receive is started on both engines, into the same array. The
+state of the intra-host receive decides which engine gets the message. The intra-host engine claims
+its receive when a message matches. The inter-host engine must cancel the intra-host receive
+(`withdraw`) before it matches a message. Both steps are atomic, so a message is never lost or
+received twice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Inside(Pending, Protocol):
 
 
 class EitherPending:
-    """A receive whose message may come from a rank on this host or on another host.
+    """A receive whose message can come from a rank on this host or on another host.
 
     Args:
         inside: the intra-host receive, which ends without a source if it was cancelled.
@@ -51,7 +52,7 @@ class EitherPending:
 
     @property
     def done(self) -> bool:
-        """True once the receive has succeeded or failed."""
+        """True if the receive has succeeded or failed."""
         return self._ended() is not None
 
     @property

@@ -2,7 +2,7 @@
 
     EAGER   a whole message: header (tag, dtype, size), then its bytes
     OFFER   a message that is waiting at the sender: header only; `number` identifies it
-    GRANT   the receiver has memory for offer `number`: the sender may send it
+    GRANT   the receiver has memory for offer `number`, so the sender can send the message
     DATA    the next `size` bytes of offer `number`
     CREDIT  the receiver has consumed `size` bytes of eager messages, including their headers
 
@@ -44,8 +44,8 @@ class Header:
     Attributes:
         tag: in EAGER and OFFER, the message's tag; negative for channels.
         number: in OFFER, GRANT and DATA, the number that the sender gave to the offered message.
-        size: size of the payload in bytes; in OFFER, of the whole message; in CREDIT, the number of
-            bytes credited.
+        size: the size of the payload in bytes; in OFFER, the size of the whole message; in CREDIT,
+            the number of bytes credited.
         dtype: in EAGER and OFFER, the key of the dtype's name (see `dtype_key`).
     """
 

@@ -19,8 +19,8 @@ class Arrival:
     """A message that arrived or was offered before a matching receive was posted.
 
     Attributes:
-        peer: group rank of the sender.
-        size: size of the message in bytes.
+        peer: the group rank of the sender.
+        size: the size of the message in bytes.
         number: the number that the sender assigned to an offered message; -1 if the bytes have
             arrived or are in transit.
         body: the bytes of an eager message.
@@ -41,7 +41,7 @@ class Arrival:
 
 
 class Matcher:
-    """One rank's posted receives and early messages. Not thread-safe."""
+    """One rank's posted receives and unclaimed messages. Not thread-safe."""
 
     def __init__(self) -> None:
         self._posted: dict[tuple[int, int], deque[Transfer]] = {}
@@ -50,9 +50,9 @@ class Matcher:
         self._num_early = 0
 
     def post(self, receive: Transfer) -> Arrival | None:
-        """Return the early message that matches a receive.
+        """Return the message that matches a receive and arrived before the receive was posted.
 
-        If no such message exists, keep the receive and return None.
+        If no such message exists, store the receive and return None.
         """
         operation = receive.operation
         by_peer = self._early.get(operation.tag)
@@ -81,14 +81,14 @@ class Matcher:
         return self._pop_posted((peer, tag), named) if named else None
 
     def keep(self, arrival: Arrival) -> None:
-        """Keep a message until a matching receive is posted."""
+        """Store a message until a matching receive is posted."""
         self._num_early += 1
         arrival.order = self._num_early
         by_peer = self._early.setdefault(arrival.tag, {})
         by_peer.setdefault(arrival.peer, deque()).append(arrival)
 
     def drop_offers(self, peer: int) -> None:
-        """Discard messages that a rank has offered but will no longer send."""
+        """Discard a rank's incomplete messages, because the rank will not send the rest."""
         for tag, by_peer in list(self._early.items()):
             kept = deque(one for one in by_peer.get(peer, ()) if one.is_complete)
             self._set_early(tag, by_peer, peer, kept)

@@ -145,7 +145,7 @@ class Protocol:
     def outgoing(self, peer: int) -> list[memoryview]:
         """Return the next bytes to write to a peer.
 
-        The bytes stay the same until `wrote` is called.
+        The bytes remain the same until `wrote` is called.
         """
         out = self._outboxes.get(peer)
         if out is None:
@@ -320,7 +320,10 @@ class Protocol:
     # ---- the end ----
 
     def lost(self, peer: int, error: BaseException) -> None:
-        """End the transfers that need a peer whose streams have broken. Keep complete messages."""
+        """End all transfers that need a peer whose streams have broken.
+
+        Messages that have arrived completely can still be received.
+        """
         if peer in self._gone:
             return
         self._gone[peer] = error

@@ -51,12 +51,12 @@ class Transfer(Outcome):
         source: the group rank that sent a receive's message; -1 until known.
         order: the position among the posted receives of the group; lower positions were posted
             first.
-        moved: number of bytes that have been sent or received so far.
+        moved: the number of bytes that have been sent or received so far.
         watch: the limits of the transfer; None if the calling thread checks them.
         rival: a receive in another engine that competes with this receive for one message.
         has_unread: a function that returns whether unread bytes from a rank have arrived; safe on
             any thread.
-        is_shared: whether the message may also come from a rank outside this engine.
+        is_shared: whether the message can also come through another engine.
     """
 
     __slots__ = (
@@ -100,7 +100,7 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """True once the transfer has ended or can stop waiting because its rival has a message."""
+        """True if the transfer has ended, or can stop waiting because its rival has a message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:
@@ -113,12 +113,12 @@ class Transfer(Outcome):
         return [] if self.done else ranks  # it may have arrived while we looked
 
     def check(self) -> None:
-        """Check the transfer's watch, which may raise an error; see `Watch.check`."""
+        """Check the transfer's limits, if any, as in `Watch.check`."""
         if self.watch is not None:
             self.check_with(self.watch)
 
     def check_with(self, watch: Watch) -> None:
-        """Check a watch, but ignore the death of a rank from which unread bytes have arrived."""
+        """Check the given limits, but ignore the death of a rank that has sent unread bytes."""
         if self.operation.peer == ANY_SOURCE:
             watch.check(None)
         else:

@@ -45,7 +45,7 @@ class Axes:
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:
-    """Return the axes of a mesh, adding missing ones with size 1. Collective if an axis is added.
+    """Return the axes of a mesh; missing axes get size 1. Collective if an axis is missing.
 
     Raises:
         ValueError: the argument is not a mesh, or its axes are unknown or in the wrong order.

@@ -52,7 +52,7 @@ def parallelize(
         parallel.clip_grad_norm_(1.0)
         optimizer.step()
 
-    The mesh may have any of these axes, in this order: "pp" for the stages of a pipeline;
+    The mesh can have any of these axes, in this order: "pp" for the stages of a pipeline;
     "replicate" for identical copies trained on different data; "shard" for `fully_shard`; and "tp"
     for layers that are split by heads and features. Axis "tp" needs the fastest links, so its
     ranks are consecutive. Every rank of the world must call this function with the same arguments
@@ -63,11 +63,11 @@ def parallelize(
     Args:
         model: the model, on the host, on a device, or on the meta device.
         mesh: the mesh of ranks to distribute the model over.
-        plan: how to distribute this kind of model; None means `model.plan()`.
+        plan: the plan for distributing this kind of model; None means `model.plan()`.
         loss_fn: called with the model's output and the targets; returns the mean loss over the
             targets. None if the model's output is the loss.
         num_microbatches: the number of micro-batches into which a rank's batch is split along
-            dim 0, with or without a pipeline; gradients are averaged over the micro-batches and
+            dim 0, with or without a pipeline. Gradients are averaged over the micro-batches and
             reduced once.
         schedule: the name of the pipeline's schedule.
         num_chunks: the number of pipeline stages per rank.
@@ -161,9 +161,12 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """Shard each block as one unit, and the remaining parameters of each top module as another.
+    """Shard each block as one unit, and the remaining parameters of each part as another unit.
 
-    Does nothing on a single data-parallel rank, unless the model or the settings need units.
+    A part is a stage or, without a pipeline, the whole model.
+
+    On a single data-parallel rank, nothing is sharded unless the model or the settings require
+    units.
     """
     is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
     needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]
@@ -180,7 +183,7 @@ def _shard(
 
 @contextlib.contextmanager
 def _own_seed(axes: Axes) -> Iterator[None]:
-    """Use a different seed on each rank of axis tp, so that every slice has different values."""
+    """Use a different seed on each rank of axis "tp", so that all slices have different values."""
     if axes.tensor.size == 1:
         yield
         return
@@ -190,7 +193,7 @@ def _own_seed(axes: Axes) -> Iterator[None]:
 
 
 def _make_copies_equal(tops: Sequence[nn.Module], undivided: Undivided, axes: Axes) -> None:
-    """Broadcast the parameters that are not split from the first rank of axis tp."""
+    """Broadcast all unsplit parameters from the first rank of axis "tp" to the other ranks."""
     whole = {id(one) for one in (*undivided.partial, *undivided.equal)}
     if axes.tensor.size == 1:
         return

@@ -29,11 +29,11 @@ class Parallel:
 
     Attributes:
         model: this rank's module, whose parameters are named as in the whole model; in a pipeline,
-            it contains this rank's stages. To checkpoint it, put it in the saved state:
+            it contains this rank's stages. To save a checkpoint, include this module in the state:
             `{"model": parallel.model, ...}`.
         mesh: the mesh with all four axes.
         data: this rank's data-parallel index, and the data-parallel size. Ranks with equal `data`
-            must receive the same data.
+            must be given the same data.
         pipeline: the pipeline that runs the stages; None if axis "pp" has size 1.
 
     Example:
@@ -98,7 +98,7 @@ class Parallel:
             terms over all ranks of the world; the term is 0 on ranks without a loss (`has_loss`).
 
         Raises:
-            ValueError: an argument is invalid, or ranks of axis "tp" received different data.
+            ValueError: an argument is invalid, or ranks of axis "tp" were given different data.
             CollectiveError: a rank was lost or did not join.
         """
         if not (loss_scale > 0 and math.isfinite(loss_scale)):
@@ -213,7 +213,7 @@ class Parallel:
         return torch.device("cpu") if first is None else first.device
 
     def _compare(self, inputs: Any, targets: Any) -> None:
-        """Check on the first call that all ranks of axis tp received the same data."""
+        """Check on the first call that all ranks of axis "tp" were given the same data."""
         group = self._axes.tensor
         if self._has_compared or group.size == 1:
             return
@@ -228,9 +228,9 @@ class Parallel:
             )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that ends the group of axis tp if a pipeline call fails.
+        """Return a context manager that ends the group of axis "tp" if a pipeline call fails.
 
-        Other ranks of the axis may be waiting in that group.
+        Other ranks of the axis might be waiting in this group.
         """
         group = self._axes.tensor
         rank = group.ranks[group.rank]

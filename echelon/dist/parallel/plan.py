@@ -18,7 +18,9 @@ _STYLES = get_args(TensorStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A plan for distributing one kind of model. `*` matches within one component of a name.
+    """A plan for distributing one kind of model.
+
+    In a pattern, `*` matches within one component of a dotted name.
 
     Attributes:
         blocks: patterns of the modules that become units of `fully_shard`, in the order of the
@@ -27,10 +29,11 @@ class Plan:
 
             * "region": a module that contains "column" and "row" modules, such as attention or a
               feed-forward network; its first argument enters the tensor-parallel region.
-            * "column": an `nn.Linear` split by its outputs.
-            * "row": an `nn.Linear` split by its inputs; its outputs are summed over the ranks.
-            * "vocabulary": an `nn.Embedding` split evenly by its rows if possible, and otherwise
-              treated like "embedding".
+            * "column": an `nn.Linear` split along its output dimension.
+            * "row": an `nn.Linear` split along its input dimension; its outputs are summed over
+              the ranks.
+            * "vocabulary": an `nn.Embedding` whose rows are split evenly, if possible; otherwise
+              the same as "embedding".
             * "embedding": an `nn.Embedding` that every rank holds in full.
             * "head": an `nn.Linear` whose outputs are split evenly, if possible, and then
               gathered.

@@ -13,11 +13,11 @@ from echelon.dist.pipeline.plan.plan import Plan as Schedule
 
 
 def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -> list[Stage]:
-    """Return this rank's stages of a model, as placed by the schedule.
+    """Return the stages of a model that the schedule assigns to this rank.
 
     Raises:
-        ValueError: the plan does not define stages, or the model cannot be split into that many
-            stages.
+        ValueError: the plan does not define stages, or the model cannot be split into the required
+            number of stages.
     """
     if plan.stages is None:
         raise ValueError(
@@ -70,7 +70,7 @@ def find_ties(
 
 
 def copies(stages: Sequence[Stage], ties: Sequence[Sequence[str]]) -> list[nn.Parameter]:
-    """Return this rank's copies of tied parameters, except those that a norm must count."""
+    """Return this rank's copies of tied parameters, except the copies that a norm must count."""
     by_index = {
         stage.index: dict(stage.module.named_parameters(remove_duplicate=False)) for stage in stages
     }

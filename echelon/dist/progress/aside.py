@@ -19,13 +19,13 @@ def make_aside(
     """Run `make` on a separate thread, block until it ends, and return its result.
 
     Args:
-        make: a function that may block in a library without being interruptible.
+        make: a function that might block in a library and cannot be interrupted.
         drop: a function that releases the result if the caller has stopped waiting; called on
             either thread.
-        check: a function that is called every 0.1 s while waiting. If it raises an exception, this
-            function raises the same exception and abandons `make` on its thread. If `make` raises
-            an exception first, `check` is called for another 2 s, in case a member's death is the
-            cause.
+        check: a function that is called every 0.1 s during the wait. If it raises an exception,
+            `make_aside` raises the same exception and abandons `make` on its thread. If `make`
+            raises an exception first, `check` is called for another 2 s, in case a member's death
+            is the cause.
 
     Raises:
         Exception: an exception that `make` or `check` raised.

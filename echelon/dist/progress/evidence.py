@@ -35,7 +35,9 @@ class Evidence(Protocol):
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Return an error that names the ranks at fault, within 2.5 s.
+        """Determine the ranks at fault, and return an error that names them.
+
+        Blocks for at most 2.5 s, or 4 s if the store is slow.
 
         Args:
             operation: the operation that cannot complete.
@@ -46,12 +48,12 @@ class Evidence(Protocol):
         """
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return a more precise error for a failed operation, or `error` if none is known."""
+        """Return a more precise error for a failed operation, or `error` if none is found."""
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return the verdict of the rank whose failure ended the operation, or `error` if unknown.
 
-        Blocks for at most 3 s while the other rank determines which rank is at fault.
+        Blocks for at most 3 s, until the failed rank has determined which rank is at fault.
         """
 
     def arriving(self) -> AbstractContextManager[object]:
@@ -67,7 +69,7 @@ class Evidence(Protocol):
         """Release all resources. Calling this twice is safe.
 
         Args:
-            timeout_s: how long to keep publishing pending notices.
+            timeout_s: the maximum time in seconds for publishing pending notices.
         """
 
 

@@ -1,6 +1,6 @@
 """Provide a lane that makes one call at a time to a library such as oneCCL.
 
-All groups in a process share the lane. A collective may be called on any thread and waits for its
+All groups in a process share the lane. A collective can be called on any thread, and waits for its
 turn. A blocking call runs on the caller's thread if the lane is idle.
 """
 

@@ -1,16 +1,16 @@
 """Track a group's calls, its operations in progress, and how the group ended.
 
-This module is the only place that records whether a group is broken, aborted or closed. Engines
-raise what they observed (see `backends/interface.py`). This module converts the first observation
-into the group's error. Every later call reports that error, on this rank and, through `Evidence`,
-on the other ranks.
+Only this module records whether a group is broken, aborted or closed. Engines raise errors for the
+failures that they observe (see `backends/interface.py`). This module converts the first engine
+error into the group's error. Every later call reports the group's error, on this rank and, through
+`Evidence`, on the other ranks.
 
 [Note: the end of a group] A group ends when it fails, is aborted or is closed, whichever happens
 first. An atomic `dict.setdefault` decides which event came first. A lock would not work, because a
-signal handler may call `abort` on a thread that already holds the lock. The first event cuts the
-engine's connections. The engine is released (`close`) only once no thread is inside it. So `close`
-waits briefly for other threads. If a signal handler calls `shutdown` inside the engine, the
-interrupted call releases the engine on its return.
+signal handler might call `abort` on a thread that already holds the lock. The first event cuts the
+engine's connections. The engine is released (`close`) only when no thread is inside the engine.
+Therefore, `close` waits briefly for other threads. If a signal handler interrupts the engine and
+calls `shutdown`, the interrupted call releases the engine when it returns.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class Turn:
-    """A lock that records its owner, because a signal handler may request it on the owner's thread.
+    """A lock that a signal handler can acquire on the thread that already owns the lock.
 
-    Use it as `with turn as is_nested`. A nested block runs within the owner's block.
+    Use: `with turn as is_nested`. A nested block runs within the block that owns the lock.
     """
 
     __slots__ = ("_depth", "_lock", "_owner")
@@ -136,7 +136,7 @@ class GroupState:
     # ---- numbers ----
 
     def next_message(self, kind: str, peer: int) -> int:
-        """Return the number that `admit` will give to the next message with a peer."""
+        """Return the number that `admit` will assign to the next message to or from a peer."""
         return self._message_numbers.get((kind, peer), 0)
 
     def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
@@ -221,7 +221,7 @@ class GroupState:
     def _leave(self, thread: tuple[int, Operation]) -> None:
         """Record that a thread left the engine.
 
-        The last thread releases the engine of a closed group.
+        In a closed group, the last thread to leave the engine releases it.
         """
         self._inside.remove(thread)
         if self.is_closed and not self._inside:
@@ -326,7 +326,10 @@ class GroupState:
         return error if first is error else self.end_of(operation, error)
 
     def _determine(self, operation: Operation, raised: BaseException) -> CollectiveError:
-        """Determine the ranks at fault for an engine's error; may take up to 2.5 s."""
+        """Return an error that names the ranks at fault for an engine's error.
+
+        Blocks for at most 3 s, or 4 s if the store is slow.
+        """
         self._explained.append(operation)
         try:
             if isinstance(raised, CollectiveError):
@@ -344,7 +347,7 @@ class GroupState:
     def waits(self) -> list[Operation]:
         """Return the operations that this rank's threads are waiting for.
 
-        Safe on any thread.
+        Safe to call on any thread.
         """
         return [operation for _, operation in list(self._inside)] + list(self._explained)
 
@@ -360,8 +363,8 @@ class GroupState:
     def hear(self, error: CollectiveError) -> None:
         """End the group with the verdict of another rank; never blocks.
 
-        Collectives that all ranks have entered, but that are still in progress on this rank, are
-        given up to 0.5 s to finish.
+        Collectives before the failed operation that are still in progress on this rank have up to
+        0.5 s to finish.
         """
         number = error.sequence
         if error.operation in COLLECTIVES and self._is_before(number):
@@ -385,7 +388,7 @@ class GroupState:
         )
 
     def abort(self) -> None:
-        """End the group on all ranks. Safe on any thread and in signal handlers."""
+        """End the group on all ranks. Safe to call on any thread and in signal handlers."""
         mine = _End(is_abort=True)
         if self._ends.setdefault("end", mine) is mine:
             error = build.aborted(self.members, Operation("abort", 0))

@@ -21,7 +21,7 @@ class Outcome:
 
     @property
     def done(self) -> bool:
-        """True once the operation has succeeded or failed."""
+        """True if the operation has succeeded or failed."""
         return self._finished.is_set()
 
     @property

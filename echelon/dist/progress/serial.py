@@ -1,9 +1,9 @@
 """Run the collectives of a blocking engine one at a time, on one thread.
 
-Every collective runs on that thread, even if the caller waits for it. A Python signal handler
-therefore never interrupts a collective halfway: the handler runs on the caller's thread, which is
-only waiting. Collectives that the handler calls are queued behind the current one. Callers do not
-need locks, because handlers can safely reenter the queue (`queue.SimpleQueue`).
+Every collective runs on this thread, even if the caller waits for the collective. A Python signal
+handler runs on the caller's thread, which is only waiting, so it never interrupts a collective.
+Collectives that the handler calls are queued behind the current collective. Callers do not need
+locks, because handlers can safely reenter the queue (`queue.SimpleQueue`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Serial:
         """Run a collective when its turn comes, and block until the collective has ended.
 
         Raises:
-            Exception: the exception that the collective raised, or that ended it before its turn.
+            Exception: the exception that the collective raised, or that ended it in the queue.
         """
         job = self.submit(operation, watch)
         while not job.wait(CHECK_EVERY_S):
@@ -126,7 +126,7 @@ class Serial:
 
 
 class _Turn:
-    """The watch of the running job, which also checks the queued jobs."""
+    """A `Watch` for the running job that also checks the deadlines of queued jobs."""
 
     def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
         self._watch = watch

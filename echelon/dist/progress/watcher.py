@@ -3,7 +3,7 @@
 The watcher settles operations that no caller waits for, so that the black box records when they
 end. For engines without a thread of their own, it checks for missed deadlines and dead ranks. It
 also runs jobs that must not delay a failing call, such as publishing a verdict. The thread exits
-when there is nothing left to watch, and starts again when needed. A forked child has its own
+when no operation is left to watch, and starts again when needed. A forked child has its own
 watcher.
 """
 
@@ -73,7 +73,7 @@ class Watcher:
     def flush(self, timeout_s: float) -> None:
         """Wait until the jobs posted so far have run or the timeout expires.
 
-        After a timeout, further flushes do not wait for the same jobs, so closing many groups costs
+        After a timeout, later calls do not wait for the same jobs, so closing many groups costs
         only one timeout in total. The jobs still run, unless the process exits first.
         """
         if threading.current_thread() is self._thread or self._is_behind:

@@ -1,7 +1,7 @@
 """Create the echelon group behind a torch group.
 
 Torch passes its store, a rank and a size to the backend. The members join through that store, so a
-second rendezvous is not needed. A program may also use echelon's own `init`.
+second rendezvous is not needed. A program can also call echelon's own `init`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Maker:
             ) from err
 
     def _introduce(self, store: PrefixStore, *, one_host: bool) -> None:
-        """Record this process's rank in the black box, as `init` does."""
+        """Record this process's rank in the black box, as `echelon.dist.init` does."""
         black_box.record_as_rank(self.rank, self.size)
         recorder = black_box.current()
         if recorder is None:
@@ -129,7 +129,7 @@ class Maker:
 
 
 def seconds(timeout: Any) -> float:
-    """Return torch's timeout in seconds, which is positive and at most 1e9."""
+    """Return torch's timeout in seconds, limited to positive values of at most 1e9."""
     value = float(timeout.total_seconds())
     return min(value, _LONGEST_TIMEOUT_S) if value > 0 and math.isfinite(value) else 0.001
 

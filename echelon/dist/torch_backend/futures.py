@@ -1,6 +1,6 @@
 """Run threads that complete torch futures in the order of the operations.
 
-The thread that waited for an operation completes the operation's future and runs the future's
+The thread that waits for an operation completes the operation's future and runs the future's
 callbacks. If a callback waits for a later future, as in DDP's PowerSGD hook, another thread
 completes that future.
 """

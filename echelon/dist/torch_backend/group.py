@@ -1,12 +1,12 @@
 """Adapt an echelon ProcessGroup to torch's process group interface.
 
 Torch's C++ and Python code calls the methods below by name; older names are aliases. An operation's
-arguments are converted to contiguous arrays (tensors.py); the ProcessGroup checks, records and
-executes the operation; and torch receives a `TorchWork` (work.py). A blocking call (`asyncOp`
-false) runs on the calling thread and raises errors there unchanged.
+arguments are converted to contiguous arrays (tensors.py). The ProcessGroup checks, records and
+executes the operation, and torch receives a `TorchWork` (work.py). A blocking call (`asyncOp`
+false) runs on the calling thread, and its errors are raised unchanged on the same thread.
 
-The subclass replaces torch's whole group. Tensors on the host and on devices use the same
-ProcessGroup, which has an engine for each kind of device. All ranks are ranks within the group,
+`TorchGroup` replaces torch's whole group. Tensors on the host and on devices use the same
+ProcessGroup, which has an engine for each kind of device. All rank arguments are group ranks,
 because torch translates `src` and `dst`.
 """
 
@@ -126,7 +126,7 @@ class TorchGroup(Identity):
     # ---- many tensors a rank ----
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Collect every rank's tensor into a list of tensors; their sizes may differ."""
+        """Collect every rank's tensor into a list of tensors, whose sizes can differ."""
         outs, x = tensors.only_list(outputs, "allgather"), tensors.only(inputs, "allgather")
         self._check_list(outs, x, "all_gather")
         out, finish = tensors.flat_target(outs)
@@ -163,7 +163,10 @@ class TorchGroup(Identity):
         return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce a list of tensors over all ranks and keep this rank's tensor; sizes may differ."""
+        """Reduce a list of tensors over all ranks, and store this rank's result in the output.
+
+        The tensors' sizes can differ.
+        """
         name = "reduce_scatter"
         output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)
         self._check_list(parts, output, name)
@@ -172,14 +175,14 @@ class TorchGroup(Identity):
         return self._run(opts, start, [output], finish)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
-        """Reduce a tensor over all ranks and keep this rank's shard."""
+        """Reduce a tensor over all ranks, and store this rank's shard in the output."""
         start, finish = self._scattering(output, data, Reduction.of(opts))
         return self._run(opts, start, [output], finish)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Reduce several tensors over all ranks and keep this rank's shard of each."""
+        """Reduce several tensors over all ranks, and store this rank's shards in the outputs."""
         reduction = Reduction.of(opts)
         pairs = zip(outputs, inputs, strict=True)
         calls = [self._scattering(output, data, reduction) for output, data in pairs]
@@ -274,7 +277,7 @@ class TorchGroup(Identity):
         return self._receive(data, source, tag)
 
     def recv_anysource(self, data: Sequence[Tensor], tag: int = 0) -> TorchWork:
-        """Receive the first tensor with this tag from any rank of the group."""
+        """Receive the first tensor that arrives with this tag from any rank of the group."""
         return self._receive(data, None, tag)
 
     def _receive(self, data: Sequence[Tensor], source: int | None, tag: int) -> TorchWork:
@@ -294,7 +297,7 @@ class TorchGroup(Identity):
     ) -> None:
         """Block until every rank has called this method. A timeout error names the missing ranks.
 
-        With a timeout of 0, the method checks only once which ranks have called it, as Gloo does.
+        With a timeout of 0, the method only checks once which ranks have called it, as Gloo does.
         """
         limit_s = None if timeout is None else max(timeout.total_seconds(), _MOMENT_S)
         self._group.monitored_barrier(limit_s)
@@ -331,7 +334,7 @@ class TorchGroup(Identity):
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the group numbers its operations from the start."""
+        """Do nothing, because the group has numbered its operations from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.num_collectives
@@ -340,7 +343,7 @@ class TorchGroup(Identity):
         return False
 
     def abort(self) -> None:
-        """End the group on all ranks within 1 s. May be called on any thread.
+        """End the group on all ranks within 1 s. Safe to call on any thread.
 
         Waiting operations raise an error.
         """
@@ -420,7 +423,7 @@ class TorchGroup(Identity):
 
 
 def _limit(timeout: timedelta | None) -> float | None:
-    """Return a call's torch timeout in seconds; 0 and -1 ms mean the group's timeout."""
+    """Return a call's timeout in seconds, or None (the group's timeout) for 0 and -1 ms."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return seconds if seconds > 0 else None
 

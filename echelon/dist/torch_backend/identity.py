@@ -61,7 +61,10 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
         self._torch_name = name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set the description. The members join here, since torch calls this method last."""
+        """Set the description, and join the other members.
+
+        The members join in this method because torch calls it last.
+        """
         self._description = description
         self._meet()
 

@@ -1,14 +1,14 @@
 """Provide a torch group that can be reconfigured, each time with different members.
 
-torch's own groups are created only once. This group is configured through the address of a store:
-by torchft's manager (`echelon/dist/torchft.py`), or by a program that decides itself which
-processes take part. A configuration that has failed or was aborted stays in place and refuses all
-operations until the next configuration replaces it.
+Torch's own groups are created only once. This group is configured with the address of a store, by
+torchft's manager (`echelon/dist/torchft.py`) or by a program that selects the members itself. A
+configuration that has failed or was aborted refuses all operations until the next configuration
+replaces it.
 
-[Note: ending a configuration] `abort` may be called while a thread is inside an operation, and
-while another thread is inside `configure`. Both are ended through GroupMaker, which can end the
-group in either phase. Releasing the group is left to the next `configure` or to `shutdown`, because
-the operations that were ended still have to report their errors.
+[Note: ending a configuration] `abort` can be called while one thread is inside an operation, or
+while another thread is inside `configure`. `abort` uses GroupMaker, which can end a group both
+during and after its creation. `abort` does not release the group, because the ended operations must
+still report their errors. The next `configure` or `shutdown` releases the group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EPOCH = 1  # of the end of a configuration; each has a GroupMaker of its own
 
 
 class Configuration:
-    """One set of members, and the factory of their group.
+    """One set of members, and the factory that creates their group.
 
     Args:
         address: the store, as "host:port/prefix"; every configuration needs its own prefix.
@@ -133,7 +133,7 @@ class Reconfigurable:
             ranks: the numbers that identify the members in errors and records, in group order.
 
         Raises:
-            ValueError: the address or the rank is malformed.
+            ValueError: the address or the rank is invalid.
             StoreError: the store does not answer.
             CollectiveTimeoutError: some members did not join within the timeout.
             PeerLostError: a member died during the call.
@@ -164,7 +164,7 @@ class Reconfigurable:
         """The current group.
 
         Raises:
-            CollectiveError: there is no current group, or it could not be created.
+            CollectiveError: no group is configured, or the group could not be created.
         """
         group = self._group
         if group is not None:
@@ -202,7 +202,7 @@ class Reconfigurable:
             group.set_timeout_s(timeout_s)
 
     def abort(self) -> None:
-        """End the current group, or its creation, on all its members. May be called on any thread.
+        """End the current group, or its creation, on all its members. Safe to call on any thread.
 
         Waiting operations and `configure` raise CollectiveError within 1 s.
         """

@@ -31,7 +31,7 @@ _users: Counter[tuple[int, str, int]] = Counter()
 
 
 class Meeting:
-    """One torch group's view of torch's store. Close it when the group is closed."""
+    """One torch group's view of torch's store, which must be closed together with the group."""
 
     def __init__(self, torch_store: Any, rank: int, timeout_s: float) -> None:
         """Agree on a prefix that no other group uses; block until group rank 0 has chosen one.

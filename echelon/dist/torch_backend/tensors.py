@@ -1,7 +1,7 @@
 """Convert torch's tensors to the form that groups accept: one contiguous input and one output.
 
 Torch passes lists of tensors, non-contiguous tensors, and complex tensors. Tensors that already
-form one contiguous piece of memory are used in place. Other tensors go through a buffer, from which
+form one contiguous piece of memory are used in place. Other tensors use a buffer, from which
 `finish` copies the result back.
 """
 

@@ -1,10 +1,10 @@
 """Wrap echelon's `Work` objects as torch's, for `async_op=True` and for DDP.
 
 [Note: errors and futures] The thread that waits for a `Work` completes its torch future. Torch
-turns a Python exception into a wrong result in one place (`_create_work_from_future`) and into a
-crash in another (`Future.set_exception` under DDP). So `TorchWork.wait` raises errors itself, and
-every future that it returns is a child created by `then`, with a callback that raises the error.
-C++ then sees a RuntimeError with the error's name and text.
+turns a Python exception into a wrong result in one case (`_create_work_from_future`) and into a
+crash in another case (`Future.set_exception` under DDP). Therefore, `TorchWork.wait` raises errors
+itself, and `get_future` returns a child that `then` creates with a callback that raises the error.
+C++ code then receives a RuntimeError with the error's name and text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return self._parts
 
     def take_finish(self) -> Finish | None:
-        """Return the function that copies the results. The caller must run it."""
+        """Return the function that copies the results, which the caller must then run."""
         with self._lock:
             finish, self._finish = self._finish, None
         return finish

@@ -1,8 +1,8 @@
 """Differentiable collectives that enter and leave the tensor-parallel region of a model.
 
 Outside the tensor-parallel region, every rank holds the same activations or, with `sequence`, an
-equal number of each sequence's positions. Each function runs at most one collective in forward. In
-backward, it runs the operation that gives every rank the gradient of its input:
+equal share of each sequence's positions. Each function runs at most one collective in the forward
+pass. In the backward pass, it runs the operation that gives every rank the gradient of its input:
 
     enter               identity                    backward: all_reduce
     enter, sequence     all_gather of positions     backward: reduce_scatter
@@ -11,7 +11,7 @@ backward, it runs the operation that gives every rank the gradient of its input:
     gather              all_gather of a dim         backward: this rank's slice, no communication
 
 All communication uses the collectives of `group`. Without `sequence`, a pair of `enter` and `leave`
-runs one all-reduce in forward and one in backward. All functions block, at most for the group's
+runs one all-reduce in each pass. All functions block, at most for the group's
 timeout, and raise the group's `CollectiveError`s. In a compiled module, each function causes a
 graph break.
 """

@@ -21,7 +21,7 @@ class Undivided:
         partial: parameters for which each rank computes a partial gradient; the partial gradients
             are summed.
         equal: parameters for which every rank computes the full gradient. The gradients are
-            averaged, so that the copies stay equal even if a device sums in a nondeterministic
+            averaged, so that the copies remain equal even if a device sums in a nondeterministic
             order.
     """
 

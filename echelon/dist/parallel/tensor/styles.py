@@ -1,13 +1,13 @@
 """The styles, which define how tensor parallelism changes each kind of module.
 
-A split layer keeps its module, its name and its parameter object; the parameter becomes this
-rank's slice, and the module's `forward` is replaced by a function that communicates with the other
-ranks. Only plain tensors are used, so `fully_shard`, pipelines and optimizers work as with any
-other layer.
+Splitting a layer does not replace its module, its name or its parameter object. The parameter
+becomes this rank's slice, and the module's `forward` is replaced by a function that communicates
+with the other ranks. Only plain tensors are used, so `fully_shard`, pipelines and optimizers work
+as with any other layer.
 
-Torch's DTensor was tried and rejected: `fully_shard` cannot place DTensors in its flat vectors,
-torch needs a second world in addition to echelon's, and the same layers took 2.3 times as much CPU
-time (width 128, 2 ranks).
+Torch's DTensor was tried and rejected for three reasons: `fully_shard` cannot store DTensors in its
+flat vectors, torch needs a world in addition to echelon's, and the same layers took 2.3 times as
+much CPU time (width 128, 2 ranks).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_region(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool) -> None:
-    """Split a linear layer along its output dimension; it then returns this rank's features."""
+    """Split a linear layer along its output dimension; it returns only this rank's features."""
     linear = _linear(name, module)
     linear.out_features = _divide_rows(name, linear, setting)
     if not enters:
@@ -103,7 +103,7 @@ def make_row(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
-    """Split an embedding evenly by its rows, if possible; otherwise keep it whole.
+    """Split an embedding's rows evenly across the ranks, if possible; otherwise leave it whole.
 
     If the embedding is split, each rank looks up only the tokens of its own rows.
     """
@@ -127,7 +127,7 @@ def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
-    """Keep an embedding whole, but output only this rank's positions if positions are split."""
+    """Leave an embedding whole, but output only this rank's positions if positions are split."""
     embedding = _embedding(name, module)
     if setting.sequence:
 
@@ -161,7 +161,7 @@ def make_head(name: str, module: nn.Module, setting: Setting) -> None:
 def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
     """Replace a parameter's data by this rank's slice; return the slice's length along `dim`.
 
-    A parameter used in several places is split only once.
+    A parameter that several modules share is split only once.
 
     Raises:
         ValueError: the parameter cannot be split evenly, is already split along another dim, or
@@ -193,7 +193,7 @@ def _divide_rows(name: str, linear: nn.Linear, setting: Setting) -> int:
 
 
 class _Forward:
-    """The forward pass of one split module, which replaces that of the module's class."""
+    """The function that replaces the `forward` method of one split module."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward
@@ -236,7 +236,7 @@ def _described(module: nn.Module) -> str:
 
 
 def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
-    """Check that each token has a row in the embedding. Only tensors on the host are checked.
+    """Check that each token has a row in the embedding. Only host tensors are checked.
 
     Raises:
         IndexError: a token does not have a row.

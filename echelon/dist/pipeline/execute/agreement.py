@@ -21,10 +21,11 @@ from echelon.dist.pipeline.plan.plan import Plan
 def plan_of(
     schedule: str | Path | Plan, num_ranks: int, num_microbatches: int | None, num_chunks: int
 ) -> Plan:
-    """Return the plan for a schedule's name, a CSV file or a `Plan`, after checking that it fits.
+    """Return the plan that `schedule` specifies, after checking the plan.
 
     Raises:
-        ValueError: the plan does not match the numbers of ranks, micro-batches or chunks.
+        ValueError: the plan does not match the number of ranks or micro-batches, or the named
+            schedule is not defined for the given numbers.
         PlanError: the plan cannot be executed.
     """
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
@@ -49,10 +50,10 @@ def plan_of(
 
 
 def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
-    """Check that a rank has the stages that the plan places on it.
+    """Check that a rank has exactly the stages that the plan assigns to the rank.
 
     Raises:
-        ValueError: the rank has different stages.
+        ValueError: the rank's stages do not match the plan.
     """
     indices, expected = tuple(stage.index for stage in stages), plan.stages_of(rank)
     if indices != expected:
@@ -97,8 +98,8 @@ def agree(
 ) -> str:
     """Check that all ranks have the same plan and ties; return a name for the pipeline.
 
-    Collective. The name is random, so that messages from an earlier, failed pipeline are never
-    accepted.
+    Collective. The name is random, so that the pipeline never accepts messages from an earlier,
+    failed pipeline.
 
     Raises:
         ValueError: plans or ties differ, stages are on devices of different kinds, or a tied

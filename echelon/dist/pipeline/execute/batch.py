@@ -10,7 +10,7 @@ from echelon.dist.pipeline.execute.stage import Stage
 
 
 def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch.Tensor]]:
-    """Return the tensors of each micro-batch; the sizes differ by at most one row.
+    """Return the tensors of each micro-batch; micro-batch sizes differ by at most one row.
 
     Args:
         what: the name of the argument, for error messages.
@@ -39,13 +39,13 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Replace each input that the caller computed with a new leaf, to end the graph there.
+    """Detach each input that the caller computed, and use the detached tensor as a new leaf.
 
     Each micro-batch runs its own backward pass, which stops at the leaves. `pass_on` then runs the
     backward pass of the caller's graph once, with the gradients from all micro-batches.
 
     Returns:
-        The new inputs, and pairs of a replaced input and its leaf.
+        The inputs with these replacements, and a pair (original input, new leaf) for each of them.
     """
     listed = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
     computed = []
@@ -59,14 +59,14 @@ def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 def pass_on(computed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run the backward pass of the caller's graph, starting from the gradients of the leaves."""
+    """Run the backward pass of the caller's graph, given the pairs that `cut_off` returned."""
     some = [(one, leaf.grad) for one, leaf in computed if leaf.grad is not None]
     if some:
         torch.autograd.backward([one for one, _ in some], [gradient for _, gradient in some])
 
 
 def check_batch(stages: list[Stage], inputs: Any, targets: Any, *, needs_targets: bool) -> None:
-    """Check that a rank received the tensors that its stages need.
+    """Check that the caller passed the tensors that this rank's stages need.
 
     Raises:
         ValueError: tensors are missing, or the inputs and targets on one rank have different

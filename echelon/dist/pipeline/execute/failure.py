@@ -1,6 +1,6 @@
 """End all groups that a step uses, on every rank, if the step fails on one rank.
 
-Other ranks may be waiting for the failed rank in these groups. The error on the other ranks names
+Other ranks might be waiting for the failed rank in these groups. The errors on the other ranks name
 the failed rank.
 """
 
@@ -23,11 +23,12 @@ _MAX_TEXT = 200
 def ending_on_failure(
     call: str, number: int, rank: int, on_failure: Callable[[], Iterable[ProcessGroup]]
 ) -> Iterator[None]:
-    """End groups if the block raises an error; the error itself is propagated unchanged.
+    """End groups if the block raises an error; the error is propagated unchanged.
 
     Args:
         call, number, rank: as in `end_groups`.
-        on_failure: called after a failure; returns the groups in which other ranks may be waiting.
+        on_failure: called after a failure; returns the groups in which other ranks might be
+            waiting.
     """
     try:
         yield
@@ -44,12 +45,12 @@ def end_groups(
     Does not block. Groups that have already ended are not changed.
 
     Args:
-        groups: the groups in which other ranks may be waiting for this rank.
+        groups: the groups in which other ranks might be waiting for this rank.
         call: the call that failed: "step" or "evaluate".
         number: the number of the call, from 0.
         rank: this process's global rank.
-        raised: the error that the call raised. If it is an error of another rank, that rank is
-            reported as the failed one.
+        raised: the error that the call raised. If the error is a `CollectiveError`, the ranks that
+            it names are reported as the failed ranks.
     """
     groups = list(dict.fromkeys(groups))
     ranks: tuple[int, ...] = (rank,)
@@ -66,7 +67,7 @@ def end_groups(
 
 
 def _described(raised: BaseException) -> str:
-    """Return an error's type, the first line of its text, and where it was raised."""
+    """Return an error's type, the first line of its text, and the source line that raised it."""
     text = type(raised).__name__
     if str(raised):
         text += f": {str(raised).splitlines()[0][:_MAX_TEXT]}"

@@ -1,24 +1,25 @@
 """Run a backward pass in two halves: input gradients now, and weight gradients later.
 
-In a stage's autograd graph, nodes compute gradients, and parameters are leaves below nodes. A
-typical linear layer looks like this:
+In a stage's autograd graph, nodes compute gradients, and parameters are leaves below the nodes. The
+graph of a typical linear layer is:
 
     ... <- output -- AddmmBackward -- input <- ...
                          |-- TBackward -- weight
                          `-- bias
 
-The first half runs the engine only for the inputs and records the gradients that arrive at each
-node with parameters; these nodes skip any product that only a weight needs. The second half runs
-each recorded node again, only for its parameters. Each product is thus computed once, by the same
-kernels as in a full backward pass, so the gradients are bitwise identical.
+The first half runs the autograd engine only for the inputs, and records the gradients that reach
+each node with parameters. These nodes skip any product that only a weight needs. The second half
+runs each recorded node again, only for its parameters. Each product is therefore computed once, by
+the same kernels as in a full backward pass, and the gradients are bitwise identical.
 
 Not everything is deferred. The gradients of the following parameters are computed immediately,
 together with the gradients of the inputs:
 
-* parameters of nodes that do not lead to an input, where nothing can be deferred;
+* parameters of nodes that lead only to parameters;
 * parameters attached to several nodes, because the engine adds their contributions in its own
   order, which must be preserved;
-* parameters of a Python `autograd.Function`, because the function would compute everything twice.
+* parameters of a Python `autograd.Function`, because the function would compute all its gradients
+  twice.
 
 A hook that changes a gradient runs twice, once in each half. If you use such hooks, choose a
 schedule with full backward passes (gpipe, 1f1b, ...). With activation checkpointing, each half
@@ -43,7 +44,7 @@ Node = Any  # torch.autograd.graph.Node; its attributes depend on the function
 
 @dataclass
 class _Deferred:
-    """A node whose parameters' gradients are deferred, and the gradients of the node's outputs."""
+    """A node with parameters whose gradients are deferred, and the node's incoming gradients."""
 
     node: Node
     parameters: list[torch.Tensor]
@@ -66,7 +67,7 @@ class WeightHalf:
     _deferred: list[_Deferred] = field(default_factory=list)
 
     def run(self) -> None:
-        """Add the parameters' gradients to their `.grad`, and free the graph."""
+        """Add each deferred parameter's gradient to its `.grad`, and free the graph."""
         with recomputed_once():
             for one in self._deferred:
                 one.run()
@@ -78,7 +79,7 @@ def run_input_half(
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> WeightHalf:
-    """Add the gradients of `inputs` to their `.grad`, and return the remaining work.
+    """Add each input's gradient to its `.grad`, and return the second half of the pass.
 
     Args:
         roots: the roots of the graph, which are the stage's outputs.

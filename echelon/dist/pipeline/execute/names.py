@@ -17,7 +17,7 @@ from echelon.dist.pipeline.execute.stage import Stage
 class StageModules(nn.Module):
     """A rank's stages as one module with parameters and state named as in the whole model.
 
-    The module only contains the stages' modules; it does not compute anything.
+    The module is only a container for the stages' modules and has no `forward`.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -26,7 +26,7 @@ class StageModules(nn.Module):
         self.stages = nn.ModuleList([stage.module for stage in stages])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter with its name in the whole model; the arguments are as in torch."""
+        """Yield (name in the whole model, parameter) pairs; the arguments are as in torch."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield self._whole_name(name), parameter
 

@@ -24,7 +24,7 @@ def is_sharded(stage: Stage) -> bool:
 
 
 def groups_of(stage: Stage) -> Iterator[ProcessGroup]:
-    """Yield the groups of a stage's sharded parameters; a group may be yielded more than once."""
+    """Yield the groups of a stage's sharded parameters; a group can be yielded more than once."""
     for unit in units_of(stage.module):
         yield from driver_of(unit).groups()
 
@@ -42,7 +42,7 @@ class Tied:
     """A parameter that is tied to parameters of other stages.
 
     If the parameter is sharded, its full value and gradient are assembled from all shards by
-    summing tensors that are zero outside each rank's own range. The sum is bit-exact.
+    summing tensors that are zero outside each rank's own shard. The sum is bit-exact.
     """
 
     def __init__(self, stage: Stage, name: str) -> None:
@@ -76,7 +76,7 @@ class Tied:
         return self._gathered(shard.data)
 
     def set_value(self, value: torch.Tensor) -> None:
-        """Set the parameter to a full value; if it is sharded, store only this rank's range."""
+        """Set the parameter to a full value; if it is sharded, store only this rank's shard."""
         shard = shards(self._stage.module).get(self.name)
         with torch.no_grad():
             if shard is None:

@@ -15,7 +15,7 @@ _shared: WeakKeyDictionary[nn.Module, list[list[str]]] = WeakKeyDictionary()
 
 
 class Layers(nn.Module):
-    """Layers that run one after another. Their names may contain dots, as in the whole model."""
+    """Layers that run one after another. Their names can contain dots, as in the whole model."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ def split(
 ) -> list[nn.Module]:
     """Split consecutive layers into stages, minimizing the cost of the most expensive stage.
 
-    The stages' parameters keep the names that they have in the whole model, so that a checkpoint of
-    the stages can be loaded into the model and into any other number of stages. Layers given as a
-    list are named by their positions.
+    The stages' parameters have the same names as in the whole model, so that a checkpoint of the
+    stages can be loaded into the model or into any other number of stages. Layers in a list are
+    named by their positions.
 
     Args:
         model: layers that run one after another, each on the output of the previous layer. A dict's
-            keys are the layers' names in the model and may contain dots: `{"wte": wte, "h.0":
+            keys are the layers' names in the model and can contain dots: `{"wte": wte, "h.0":
             block, ...}`.
         num_stages: the number of stages; at most the number of layers.
         costs: the cost of each layer, in any unit, preferably measured; None means the layer's
@@ -98,7 +98,7 @@ def shared_with(stage: nn.Module) -> Sequence[Sequence[str]]:
     """Return the parameters that a stage shares with other stages of its `split`.
 
     Returns:
-        For each shared parameter, all places where it is used, as `stage:name`.
+        For each shared parameter, all its names, as `stage:name`.
     """
     return _shared.get(stage, ())
 
@@ -127,7 +127,7 @@ def _named(
 
 
 def _cuts(costs: list[float], num_parts: int) -> list[int]:
-    """Return the first layer of each part except part 0, by dynamic programming."""
+    """Return the index of the first layer of each part except part 0, by dynamic programming."""
     total = [0.0, *accumulate(costs)]
     num = len(costs)
     # best[n]: the highest cost among the parts of the first n layers; cut[k][n]: where the last

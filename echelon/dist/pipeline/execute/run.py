@@ -61,7 +61,7 @@ class Pipeline:
         group: the pipeline's ranks; None means the world.
         schedule: the name of a schedule (see `schedule()`), a `Plan`, or the path of a CSV file.
         num_microbatches: the number of micro-batches into which a batch is split along dim 0. Not
-            needed if `schedule` is a plan.
+            needed if `schedule` is a plan or a CSV file.
         loss_fn: called with the last stage's output and the targets; returns a scalar. None if the
             last stage's output is the loss.
         ties: the parameters that stages share, each as `["0:token.weight", "3:head.weight"]`.
@@ -137,7 +137,7 @@ class Pipeline:
     def module(self) -> StageModules:
         """This rank's stages as one module with the names of the whole model, for checkpoints.
 
-        A checkpoint's state may contain the pipeline itself: `save(path, {"model": pipe})`.
+        A checkpoint's state can contain the pipeline itself: `save(path, {"model": pipe})`.
         """
         return StageModules(self.stages)
 
@@ -175,24 +175,24 @@ class Pipeline:
     ) -> list[torch.Tensor] | None:
         """Run the forward and backward passes of a batch; average gradients over its micro-batches.
 
-        Gradients are added to the parameters' `.grad`, as in autograd; the caller runs the
-        optimizer. Sizes may differ between steps and between micro-batches.
+        Gradients are added to the parameters' `.grad`, as in autograd. The caller runs the
+        optimizer. Tensor sizes can differ between steps and between micro-batches.
 
         Args:
             inputs: on the first stage's rank, a tensor or a tuple of tensors, [batch_size, ...].
-                Input tensors may require gradients.
-            targets: on the last stage's rank, the targets in the same form.
+                Input tensors can require gradients.
+            targets: on the last stage's rank, the targets in the same form as the inputs.
             loss_scale: the current scale of a gradient scaler, which must be the same on all ranks.
                 It multiplies the gradients but not the losses. `GradScaler(over=...)` with a group
-                of all stages' ranks then unscales the gradients, and skips the step on all ranks if
-                any rank had an overflow.
+                of all stages' ranks then unscales the gradients, and skips the optimizer step on
+                all ranks if any rank had an overflow.
 
         Returns:
             On the last stage's rank, `num_microbatches` scalar losses; None on other ranks.
 
         Raises:
             ValueError: inputs or targets are missing or cannot be split, `loss_scale` is invalid,
-                or a loss does not require gradients. In the last case, the groups end.
+                or a loss does not require gradients. In the last case, the step's groups end.
             CollectiveError: a rank was lost or exceeded the group's timeout.
         """
         if not torch.is_grad_enabled():
@@ -220,7 +220,7 @@ class Pipeline:
         targets: Sequence[list[torch.Tensor]],
         listener: Listener,
     ) -> list[torch.Tensor]:
-        """Run the forward and backward passes of one batch without adding or reducing gradients.
+        """Run the forward and backward passes of one batch without summing or reducing gradients.
 
         `echelon.train.same_bits` builds on this method. Sharded stages must already be gathered.
 
@@ -260,8 +260,8 @@ class Pipeline:
             targets: as in `step`; None to return outputs instead of losses.
 
         Returns:
-            On the last stage's rank, the loss of each micro-batch or, without targets, the output
-                of each micro-batch; None on other ranks.
+            On the last stage's rank, the loss of each micro-batch or, if `targets` is None, the
+                output of each micro-batch; None on other ranks.
 
         Raises:
             ValueError, CollectiveError: as in `step`.
@@ -311,7 +311,7 @@ class Pipeline:
     def _fail(self) -> Iterator[ProcessGroup]:
         """Prevent further steps, and return the groups to end.
 
-        The channels still contain messages of the failed step.
+        Another step is impossible because the channels still contain messages of the failed step.
         """
         self._failed = True
         for stage in self.stages:
@@ -319,7 +319,7 @@ class Pipeline:
         return self._groups()
 
     def _groups(self) -> Iterator[ProcessGroup]:
-        """Yield the groups in which other ranks may be waiting for this rank during a step."""
+        """Yield the groups in which other ranks might be waiting for this rank during a step."""
         yield self.group
         if self._replicas is not None:
             yield self._replicas

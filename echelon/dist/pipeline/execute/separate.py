@@ -1,8 +1,8 @@
 """Run a step that keeps the gradients of different micro-batches separate.
 
-After each backward pass or half of a backward pass, a listener removes the gradients. The RNG state
-is passed from stage to stage with each micro-batch's activations, so that a micro-batch draws the
-same random numbers no matter where the model is split.
+A listener removes the gradients after each full backward pass, and after each half of a split one.
+The RNG state is passed from stage to stage with each micro-batch's activations, so that a
+micro-batch draws the same random numbers no matter where the model is split.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Listener(Protocol):
         """
 
     def random_state(self, stage: Stage) -> torch.Tensor:
-        """Return the generators' state, as a uint8 tensor, for the next stage."""
+        """Return the RNG state to pass to the next stage, as a uint8 tensor."""
 
     def computed(self, stage: Stage, microbatch: int, *, is_complete: bool) -> None:
         """Move the stage's gradients out of its parameters after a backward pass.

@@ -41,8 +41,9 @@ class Stage:
             micro-batch.
         index: the index of this stage, from 0.
         num_stages: the number of stages of the whole model.
-        prefix: a prefix, such as "decoder.", that turns the names of the module's parameters and
-            buffers into their names in the whole model. Stages from `split` do not need a prefix.
+        prefix: a prefix, such as "decoder.", that is prepended to the names of the module's
+            parameters and buffers to form their names in the whole model. Stages from `split` do
+            not need a prefix.
 
     Raises:
         ValueError: the index is out of range.
@@ -89,7 +90,7 @@ class Stage:
         return None if first is None else first.device
 
     def keep(self, microbatch: int, inputs: Sequence[Any], outputs: Any) -> None:
-        """Keep the data that the backward pass of a micro-batch needs."""
+        """Store the data that the backward pass of a micro-batch needs."""
         if not torch.is_grad_enabled():
             return
         leaves = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
@@ -140,7 +141,7 @@ class Stage:
             )
 
     def forget(self) -> None:
-        """Discard all kept data after a failure."""
+        """Discard all stored data after a failure."""
         self._saved.clear()
 
 

@@ -58,8 +58,9 @@ class Step:
     def carry_out(self, row: list[Action]) -> None:
         """Execute a row of the plan, including its messages; return once all sends have completed.
 
-        Each send starts right after the computation that produces its data. Receives are posted no
-        later than at their position in the row, and usually `_AHEAD` computations before their use.
+        Each send starts immediately after the computation that produces its data. Receives are
+        posted no later than at their position in the row, and usually `_AHEAD` computations before
+        the data is used.
         """
         steps = [part for action in row for part in action.computations or (action,)]
         computations = [action for action in steps if action.is_compute]
@@ -113,7 +114,7 @@ class Step:
     def _compute(
         self, stage: Stage, microbatch: int, inputs: list[torch.Tensor]
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Return a stage's outputs (on the last stage, the loss), and the tensors to send."""
+        """Return a stage's outputs (in the last stage, the loss), and the tensors to send."""
         outputs = stage.module(*inputs)
         if not stage.is_last:
             return outputs, tensors_of(outputs, stage)

@@ -1,8 +1,8 @@
-"""Keep tied parameters equal across stages, such as an embedding used as the output layer too.
+"""Keep tied parameters, such as an embedding that is also the output layer, equal across stages.
 
 Each stage has a copy, and all copies start with the first stage's value. At the end of each step,
-every copy gets the same gradient: the sum of the stages' gradients, added in the order of the
-stages. The copies therefore stay equal. If several stages on one rank hold the same parameter
+every copy gets the same gradient, which is the sum of the stages' gradients in the order of the
+stages. The copies therefore remain equal. If several stages on one rank hold the same parameter
 object, autograd adds their gradients, and the object counts as one copy.
 """
 
@@ -48,7 +48,7 @@ class Ties:
     def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
         """Open channels to ranks with other copies, and set all copies to the first stage's value.
 
-        The method blocks until those ranks have done the same.
+        The method blocks until all ranks with other copies have called it.
 
         Args:
             group: the pipeline's ranks.
@@ -63,7 +63,7 @@ class Ties:
             tie.begin(group.rank, channels)
 
     def trained(self) -> list[list[tuple[str, bool]]]:
-        """Return each tied parameter's local copies as (name, whether it requires gradients)."""
+        """Return a (name, requires_grad) pair for each local copy of each tied parameter."""
         return [
             [(f"{stage}:{tied.name}", tied.is_trained) for stage, tied in tie.mine.items()]
             for tie in self._ties
@@ -103,7 +103,7 @@ class _Tie:
         self._channels: Mapping[int, Channel] = {}
 
     def distinct(self) -> list[Tied]:
-        """Return this rank's copies; an object that several stages hold is listed only once."""
+        """Return this rank's copies; a parameter object that stages share is listed only once."""
         first: dict[int, Tied] = {}
         for tied in self.mine.values():
             first.setdefault(id(tied.holder()), tied)
@@ -135,7 +135,7 @@ class _Tie:
     def _exchange(
         self, stages: Sequence[int], own: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Send this rank's tensors to the other holders, and receive the tensors of `stages`."""
+        """Send this rank's tensors to all other ranks with copies; receive those of `stages`."""
         others = [self._channels[rank] for rank in self.holders if rank != self._rank]
         sends = [
             channel.send(tensor.contiguous(), async_op=True)

@@ -5,12 +5,13 @@ pipelining, so that schedules can be exchanged with PyTorch:
 
     2F0  2B0             forward and full backward of micro-batch 0 in stage 2
     2I0  2W0             the backward in two halves: input gradients, weight gradients
-    (0F4;3B1)OVERLAP_F_B several computations whose communication may overlap
+    (0F4;3B1)OVERLAP_F_B several computations whose communication can overlap
     1SEND_F3  2RECV_F3   stage 1's output for micro-batch 3 is sent to stage 2
     2SEND_B3  1RECV_B3   its gradient is returned to stage 1
     1UNSHARD  1RESHARD  1REDUCE_GRAD   actions of a sharded stage around its computations
 
-An action defines what is done, and for which micro-batch. Its position in a row determines when.
+An action defines what is done, and for which micro-batch. The positions of actions in a row
+determine the order of execution.
 """
 
 from __future__ import annotations
@@ -135,12 +136,12 @@ def backward(stage: int, microbatch: int) -> Action:
 
 
 def input_grad(stage: int, microbatch: int) -> Action:
-    """Return the action for the input gradients, which the previous stage needs."""
+    """Return the action that computes input gradients, which the previous stage needs."""
     return Action(stage, Kind.INPUT_GRAD, microbatch)
 
 
 def weight_grad(stage: int, microbatch: int) -> Action:
-    """Return the action for the weight gradients, which no other rank needs."""
+    """Return the action that computes weight gradients, which no other rank needs."""
     return Action(stage, Kind.WEIGHT_GRAD, microbatch)
 
 

@@ -39,10 +39,10 @@ def schedule(
     """Return the plan of a named schedule.
 
     Args:
-        name: one of gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv and
+        name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv or
             dualpipev.
         num_ranks: the number of ranks in the pipeline, 1 or more.
-        num_microbatches: the number of micro-batches, 1 or more; may be smaller than the number of
+        num_microbatches: the number of micro-batches, 1 or more; can be smaller than the number of
             ranks or stages.
         num_chunks: the number of stages per rank; None means 1 for gpipe and 1f1b, and 2 for other
             schedules. Only the interleaved and looped schedules accept other numbers.

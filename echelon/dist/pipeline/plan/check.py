@@ -1,6 +1,6 @@
-"""Check that a plan can be executed; if not, raise an error that locates the fault.
+"""Check that a plan can be executed; if it cannot, raise an error that locates the fault.
 
-The checks are meant for plans that were written by hand.
+The checks are intended for plans that were written by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_plan(plan: Plan) -> None:
     """Check that a plan is complete, in a valid order and free of deadlocks.
 
     Raises:
-        PlanError: the plan is invalid; the error names the row and column, both from 0.
+        PlanError: the plan is invalid; the error gives the row and column of the fault, from 0.
     """
     index = _Index(plan)
     _check_stages(index)
@@ -36,7 +36,7 @@ def check_plan(plan: Plan) -> None:
 class _Index:
     """The position of each action in a plan.
 
-    The parts of an overlap share its position.
+    All parts of an overlap have the position of the overlap.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -103,7 +103,7 @@ def _check_one(index: _Index, stage: int, microbatch: int, row: list[Action]) ->
 
 
 def _check_order(plan: Plan, index: _Index) -> None:
-    """Check that each computation follows those on the same rank whose results it needs."""
+    """Check that each computation follows all computations on its rank whose results it needs."""
     for rank, row in enumerate(plan.rows):
         own = {thing: action for action in computations(row) for thing in makes(action)}
         made = set()

@@ -1,9 +1,9 @@
 """Detect deadlocks between ranks that execute their rows in order, and find the cause.
 
 There are two execution models. With asynchronous messages, as in echelon's executor, an action
-waits only for the data that it needs. `rendezvous` is the strictest possible model: a send and its
-receive each block their rank until the other is reached. A plan that completes in the strictest
-model completes in any model.
+waits only for the data that it needs. `rendezvous` is the strictest possible model: a send
+blocks its rank until the peer reaches the receive, and a receive blocks its rank until the peer
+reaches the send. A plan that completes in the strictest model completes in any model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def find_deadlock(plan: Plan, *, rendezvous: bool = False) -> PlanError | None:
 
     Args:
         plan: the plan, with messages if `rendezvous` is set; otherwise messages are ignored.
-        rendezvous: whether a send and its receive each block until the other is reached.
+        rendezvous: whether sends and receives block their rank until the peer reaches the matching
+            action.
     """
     machine = _Machine(plan, rendezvous)
     return machine.why() if machine.run() else None
@@ -66,7 +67,7 @@ class _Machine:
         return any(self._here(rank) for rank in range(self._plan.num_ranks))
 
     def why(self) -> PlanError:
-        """Follow a blocked rank's chain of waits; return the error for its cycle or dead end."""
+        """Return the error for the cycle or dead end of waits that blocks the ranks."""
         rank = next(r for r in range(self._plan.num_ranks) if self._here(r))
         seen: list[int] = []
         while rank not in seen:

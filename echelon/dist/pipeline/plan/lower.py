@@ -2,7 +2,7 @@
 
 [Note: one order for all messages] Both ends of a message are added to their rows at the same time
 in a simulated execution. All rows therefore follow one total order, in which a send and its receive
-are adjacent. Ranks that follow that order cannot wait for each other in a cycle, even if a send
+are adjacent. Ranks that follow this order cannot wait for each other in a cycle, even if a send
 blocks until its receiver has joined.
 """
 
@@ -64,8 +64,8 @@ def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
     Args:
         plan: a plan with or without messages; a plan that has sharding actions is returned
             unchanged.
-        keep: parameters stay gathered if one of the next `keep` computations needs them; None means
-            twice the number of the rank's stages.
+        keep: parameters remain gathered if one of the next `keep` computations needs them; None
+            means twice the number of stages on the rank.
     """
     if any(action.kind in SHARDING for row in plan.rows for action in row):
         return plan

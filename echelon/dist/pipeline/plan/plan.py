@@ -1,8 +1,8 @@
-"""The plan, which is plain data: one row per rank, with the rank's actions in order.
+"""Represent a plan as plain data: one row per rank, with the rank's actions in order.
 
-A plan contains computations. It may also contain messages and sharding actions; if it does not,
-`lower.py` adds them. A plan does not contain times. The order across ranks follows from the rows
-and from the dependencies of each action.
+A plan contains computations. It can also contain messages and sharding actions. If it does not,
+`lower.py` adds them. A plan does not contain times. The execution order across ranks follows from
+the rows and from the dependencies of each action.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Plan:
         return out.getvalue()
 
     def save(self, path: str | Path) -> None:
-        """Write `to_csv()` to a file."""
+        """Write the plan to a file in the format of `to_csv`."""
         Path(path).write_text(self.to_csv())
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Plan:
         """Parse a plan from CSV text that `to_csv` or PyTorch wrote; empty fields are idle slots.
 
-        Only the text is checked; `check.check_plan` checks the plan.
+        Only the text is validated; `check.check_plan` checks that the plan can be executed.
 
         Raises:
             PlanError: a field is not an action, or there are no actions.

@@ -1,6 +1,6 @@
 """The costs in a simulation: durations, link speeds and activation sizes.
 
-Any unit of time can be used, as long as all costs use the same unit.
+Any unit of time can be used, but all costs must use the same unit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ class Costs:
     """Durations and sizes, each given as one number for all stages or as one number per stage.
 
     Attributes:
-        forward, input_grad, weight_grad: durations for one micro-batch in one stage.
-        backward: duration of a full backward pass; None means input_grad + weight_grad.
-        overlap: duration of an overlapped pair, as a fraction of the sum of its parts.
-        latency: latency of a message between two ranks.
-        bandwidth: number of bytes that a link transfers per unit of time; each link sends one
+        forward, input_grad, weight_grad: the durations for one micro-batch in one stage.
+        backward: the duration of a full backward pass; None means input_grad + weight_grad.
+        overlap: the duration of an overlapped pair, as a fraction of the sum of its parts.
+        latency: the latency of a message between two ranks.
+        bandwidth: the number of bytes that a link transfers per unit of time; each link sends one
             message at a time.
-        message_bytes: size of a stage's output for one micro-batch, and of its gradient.
-        activation_bytes: number of bytes that a stage keeps for one micro-batch until its weight
-            gradients are computed.
+        message_bytes: the size of a stage's output for one micro-batch, which is also the size of
+            the output's gradient.
+        activation_bytes: the size of the activations that a stage stores for one micro-batch until
+            the micro-batch's weight gradients are computed.
 
     Example:
         >>> costs = Costs(forward=1.0, input_grad=1.0, weight_grad=[1.0, 2.0], latency=0.5)
@@ -45,7 +46,7 @@ class Costs:
     activation_bytes: PerStage = 0.0
 
     def check(self, num_stages: int) -> None:
-        """Check the number and the sign of all values.
+        """Check that the number of values is correct and that no value is negative.
 
         Raises:
             ValueError: the number of values is not `num_stages`, a value is negative, or the

@@ -1,10 +1,10 @@
 """Create a fitted schedule, in which an idle rank always runs the most urgent action that is ready.
 
-Input gradients are the most urgent, because earlier stages wait for them, and so do the weight
-gradients that free memory. Forward passes follow, as far as memory allows. Weight gradients fill
-idle time, and run before forward passes if memory is short. The schedule is the order of a
-simulated execution, so it cannot deadlock. It may beat the named schedules if the stages differ in
-cost.
+Input gradients are the most urgent, because earlier stages wait for them, and because weight
+gradients, which free memory, depend on them. Forward passes follow, as far as memory allows. Weight
+gradients fill idle time, and run before forward passes if memory is short. The schedule is the
+order of a simulated execution, so it cannot deadlock. It can be faster than the named schedules if
+the stages differ in cost.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Rank:
         return any(self._left.values())
 
     def choose(self, there: dict[Thing, tuple[float, int]], now: float) -> Action | None:
-        """Return the next action, or None if no action can run now."""
+        """Return the next action to run, or None if no action can run at time `now`."""
         for kind in (Kind.INPUT_GRAD, Kind.FORWARD, Kind.WEIGHT_GRAD):
             for action in self._left[kind]:
                 if self._is_ready(action, there, now) and self._fits(action):

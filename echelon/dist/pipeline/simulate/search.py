@@ -23,11 +23,13 @@ class Load:
     """The cost of one rank's layers for a whole batch, in any unit of time.
 
     Attributes:
-        forward, input_grad, weight_grad: durations for the rank's layers and the whole batch,
+        forward, input_grad, weight_grad: the durations for the rank's layers and the whole batch,
             measured or estimated.
         overhead: the additional cost of each action, independent of its size.
-        activation_bytes: number of bytes that the rank's layers keep for the whole batch.
-        message_bytes: size of a stage's output for the whole batch, and of its gradient.
+        activation_bytes: the size of the activations that the rank's layers store for the whole
+            batch.
+        message_bytes: the size of a stage's output for the whole batch, which is also the size of
+            the output's gradient.
         latency, bandwidth: the latency and bandwidth of a link between two ranks.
     """
 
@@ -66,7 +68,7 @@ def search(
     memory_bytes: float = float("inf"),
     max_chunks: int = 4,
 ) -> list[Simulation]:
-    """Return the simulated schedules that fit in memory, fastest first, each with its `.plan`.
+    """Return simulations of all tried schedules that fit in memory, fastest first.
 
     Args:
         num_ranks: the number of ranks in the pipeline.

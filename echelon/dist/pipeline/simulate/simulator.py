@@ -1,7 +1,7 @@
 """Simulate a plan's execution: start and end times, idle time, memory, and the critical path.
 
-Every rank executes its row in order; an action begins once its rank is free and everything that it
-needs has arrived. Messages are asynchronous and overlap with computations, as in `run.py`. The
+Every rank executes its row in order. An action begins when its rank is free and all results that
+it needs have arrived. Messages are asynchronous and overlap with computations, as in `run.py`. The
 rows and the costs determine all times, so the simulation is deterministic.
 """
 
@@ -21,7 +21,7 @@ from echelon.dist.pipeline.simulate.costs import Costs, PerStage, of_stage
 class Slot:
     """An action with its start and end times.
 
-    `cause` is the slot that the action waited for last, as (rank, position in that rank's slots),
+    `cause` is the slot that the action waited for last, as (rank, position in the rank's slots),
     or None. `idle` is how long the rank was idle before the action.
     """
 
@@ -43,8 +43,8 @@ class Simulation:
         bubble: the fraction of time that a rank is idle, averaged over all ranks, from 0 to 1.
         peak_activations: for each rank, the maximum number of (stage, micro-batch) pairs whose
             activations the rank holds at once.
-        peak_bytes: the maximum number of bytes of activations per rank, according to
-            `Costs.activation_bytes`.
+        peak_bytes: for each rank, the maximum size of the activations that the rank holds at once,
+            according to `Costs.activation_bytes`.
         slots: for each rank, its computations with their times.
         critical_path: the slots that make up the makespan, from first to last.
     """
@@ -73,8 +73,8 @@ def simulate(
             from `costs`.
         forward: the cost of one chunk's forward pass, as one number for all stages or one per
             stage.
-        input_grad: cost of the gradient of one chunk's input.
-        weight_grad: cost of the gradient of one chunk's weights; a full backward pass takes
+        input_grad: the cost of computing one chunk's input gradients.
+        weight_grad: the cost of computing one chunk's weight gradients; a full backward pass takes
             input_grad + weight_grad.
         costs: all costs; replaces the three arguments above.
 
@@ -174,7 +174,7 @@ class _Clock:
 
 
 def _peaks(slots: list[Slot], costs: Costs) -> tuple[int, float]:
-    """Return the peak number of activations, and of bytes, that a rank holds."""
+    """Return the peak number of activations that a rank holds, and their peak size in bytes."""
     count = most = 0
     held = most_held = 0.0
     for slot in slots:

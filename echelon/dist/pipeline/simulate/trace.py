@@ -13,7 +13,7 @@ def draw_trace(simulation: Simulation, us_per_unit: float = 1000.0) -> str:
 
     Args:
         simulation: the simulation to show.
-        us_per_unit: microseconds in the trace per unit of time in the costs.
+        us_per_unit: the number of microseconds in the trace per unit of time in the costs.
     """
     critical = {(slot.rank, slot.action) for slot in simulation.critical_path}
     events: list[dict[str, Any]] = []

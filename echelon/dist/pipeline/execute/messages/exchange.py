@@ -35,13 +35,13 @@ class Routes:
         self._sent = {peer: self._sent_by(plan, peer) for peer in self.peers()}
 
     def peers(self) -> list[int]:
-        """Return the ranks that hold the neighbours of this rank's stages."""
+        """Return the other ranks that hold a stage adjacent to one of this rank's stages."""
         pairs = zip(self.owner, self.owner[1:], strict=False)
         near = {other for pair in pairs if self.rank in pair for other in pair}
         return sorted(near - {self.rank})
 
     def sent_by(self, peer: int, *, backward: bool) -> list[Thing]:
-        """Return the outputs and gradients that a rank sends to this rank in a step, in order."""
+        """Return the outputs and, if `backward`, the gradients that a peer sends here, in order."""
         return [one for one in self._sent[peer] if backward or one.product is Product.OUTPUT]
 
     def destination(self, thing: Thing) -> int | None:
@@ -128,7 +128,7 @@ class Exchange:
         """Return the tensors that a computation needs, blocking until they have arrived.
 
         Outputs arrive as leaves, which require gradients if the sent tensors do. On a device, the
-        current stream waits for the data, but the host does not.
+        current stream waits for the data, and the host waits only for the headers.
 
         Raises:
             CollectiveError: the sending rank was lost, or did not send within the group's timeout.

@@ -1,8 +1,8 @@
 """Encode the headers that describe a micro-batch's outputs.
 
-A header gives the number of tensors that a stage returned and, for each tensor, its dtype, its dims
-and whether it requires a gradient. The header is read on the host before the tensors are created,
-so the header is always a host tensor, even if the payload is on a device.
+A header contains the channel of the payload, the number of tensors that a stage returned and, for
+each tensor, the dtype, the shape and `requires_grad`. The header is read on the host before the
+tensors are created, so it is always a host tensor, even if the payload is on a device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Place(IntEnum):
-    """The channel that carries the payload of a header."""
+    """The channel on which the payload of a header is sent."""
 
     MAIN = 0  # on the data channel
     SPILL = 1  # on the spill channel: the receive posted for it on the data channel is too small
@@ -61,7 +61,7 @@ class Header:
         return sum(_aligned(spec.num_bytes) for spec in self.specs)
 
     def encode(self) -> torch.Tensor:
-        """Encode the header as numbers: [HEADER_NUMBERS], int64, on the host."""
+        """Return the header as an int64 tensor of shape [HEADER_NUMBERS] on the host."""
         numbers = [len(self.specs), int(self.place)]
         for spec in self.specs:
             dims = [*spec.shape, *[0] * (_MAX_DIMS - len(spec.shape))]
@@ -71,7 +71,7 @@ class Header:
 
     @staticmethod
     def decode(numbers: Sequence[int]) -> Header:
-        """Decode the numbers that `encode` returned."""
+        """Decode a header from the numbers that `encode` returned."""
         specs = []
         for at in range(2, 2 + numbers[0] * _RECORD, _RECORD):
             dtype, requires_grad, num_dims, *dims = numbers[at : at + _RECORD]
@@ -83,8 +83,8 @@ def describe(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
     """Return the `Spec` of each tensor.
 
     Raises:
-        ValueError: there are too many tensors, or a tensor has too many dims or a dtype that cannot
-            be sent.
+        ValueError: there are too many tensors, or a tensor has too many dims or an unsupported
+            dtype.
     """
     if len(tensors) > _MAX_TENSORS:
         raise ValueError(
@@ -109,7 +109,7 @@ def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
 
 
 def unpack(specs: Iterable[Spec], payload: torch.Tensor) -> Tensors:
-    """Return views of a payload's tensors: leaves whose `requires_grad` is set from their specs."""
+    """Return a payload's tensors as views; each is a leaf with the `requires_grad` of its spec."""
     tensors: Tensors = []
     at = 0
     for spec in specs:

@@ -3,9 +3,9 @@
 A channel's messages arrive in the order of the peer's row in the plan. Receives are posted in the
 same order, a few computations before the data is needed.
 
-A receive for outputs can be posted before the header has arrived, because both ends keep the size
+A receive for outputs can be posted before the header has arrived, because both ends store the size
 from the previous step. Outputs that are larger in this step need one more message. In the first
-step, a receive can be posted only once its header has arrived.
+step, a receive can be posted only after its header has arrived.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _Arrival:
 
     Attributes:
         works: the receives for the result's data.
-        header: for outputs, the receive of the header and its buffer.
+        header: for outputs, the header's receive and buffer.
         specs: the contents of the header, once it has been read.
         payload: for outputs, the buffer of the payload.
-        tensors: for gradients, the tensors that receive them.
+        tensors: for gradients, the tensors into which the gradients are received.
     """
 
     works: list[Work] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Incoming:
         self._expected: dict[Thing, Tensors] = {}
 
     def want(self, thing: Thing) -> None:
-        """Mark results up to `thing` as needed, and post the receives that are already possible."""
+        """Mark results up to `thing` as needed, and post all receives that can be posted now."""
         if self._place[thing] >= self._num_wanted:
             self._num_wanted = self._place[thing] + 1
             self.advance()
@@ -95,9 +95,10 @@ class Incoming:
             self._num_posted += 1
 
     def is_here(self, thing: Thing) -> bool:
-        """Return whether `take` would not block.
+        """Return whether `take` would return immediately.
 
-        For tensors on a device, it is enough that the header has arrived.
+        On a device, it is sufficient that the header has arrived, because the host does not wait
+        for the data.
         """
         if self._place[thing] >= self._num_posted:
             return False
@@ -133,10 +134,10 @@ class Incoming:
         return unpack(arrival.specs, arrival.payload)
 
     def _read_headers(self, thing: Thing) -> None:
-        """Wait for the headers of all results up to the given one, and read them.
+        """Wait for the headers of all results up to and including `thing`, and read the headers.
 
         Headers are read in the peer's order, because receives from the spill channel must also be
-        posted in that order.
+        posted in this order.
         """
         while self._num_read <= self._place[thing]:
             one = self._order[self._num_read]
@@ -168,7 +169,7 @@ class Incoming:
         self._arrivals[thing].header = work, numbers
 
     def _size(self, thing: Thing) -> int | None:
-        """Return the size of a micro-batch's outputs in the previous step."""
+        """Return the size in bytes of a micro-batch's outputs in the previous step, if known."""
         return self._link.received.get((thing.stage, thing.microbatch))
 
     def _post(self, thing: Thing) -> bool:

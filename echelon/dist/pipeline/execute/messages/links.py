@@ -1,4 +1,4 @@
-"""Open the channels from this rank to the ranks that hold its stages' neighbours.
+"""Open the channels to the ranks that hold the stages before and after this rank's stages.
 
 There are three channels per peer; each delivers messages in the order in which they were sent. The
 headers channel uses the host's engine, because the host reads the headers. The data channel uses
@@ -28,9 +28,10 @@ class Link:
     Attributes:
         rank: the peer's rank within the group.
         headers, data, spill: the three channels, as described at the top of this module.
-        is_joined: whether a header and a payload of known size are sent in one message, as for host
-            data.
-        sent, received: the size of each output's last payload, which is the same at both ends.
+        is_joined: whether a header and a payload of known size are sent in one message, which is
+            the case for host data.
+        sent, received: the size in bytes of each output's last payload; both ends of the link store
+            the same sizes.
     """
 
     rank: int
@@ -45,7 +46,9 @@ class Link:
 def open_links(
     group: ProcessGroup, name: str, peers: Iterable[int], device: torch.device
 ) -> dict[int, Link]:
-    """Open channels to peers, which must do the same; on a device, block until connected.
+    """Open the channels to all peers, which must call this function too.
+
+    On a device, the call blocks until the data channels are connected.
 
     Args:
         group: the pipeline's ranks.
@@ -71,7 +74,7 @@ def open_links(
 
 
 def connect(channels: Iterable[Channel], device: torch.device) -> None:
-    """Connect channels on a device, all at once, so that their order may differ between ranks."""
+    """Connect a device's channels concurrently, so that their order can differ between ranks."""
     like = torch.empty(1, device=device)
     for opening in [channel.open(like, async_op=True) for channel in channels]:
         assert opening is not None

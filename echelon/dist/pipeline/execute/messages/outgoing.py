@@ -21,7 +21,7 @@ from echelon.dist.work import Work
 
 
 class Outgoing:
-    """The sends to one peer, each kept until it has completed."""
+    """The sends to one peer, each of which is retained until it completes."""
 
     def __init__(self, link: Link) -> None:
         self.rank = link.rank
@@ -31,9 +31,9 @@ class Outgoing:
     def outputs(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
         """Send a micro-batch's outputs.
 
-        The receiver may already have posted a receive of the previous step's size. Exactly that
-        many bytes are therefore sent over the data channel, and any further bytes over the spill
-        channel.
+        The receiver might already have posted a receive of the previous step's size. Exactly this
+        number of bytes is therefore sent over the data channel. If the outputs are larger, all of
+        their bytes are also sent over the spill channel.
 
         Raises:
             ValueError: the tensors cannot be sent.
@@ -66,7 +66,7 @@ class Outgoing:
 
     @property
     def is_done(self) -> bool:
-        """True once all sends have completed."""
+        """True if all sends have completed."""
         return all(work.done for work in self._sent)
 
     def finish(self) -> None:

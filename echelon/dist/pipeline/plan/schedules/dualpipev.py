@@ -1,9 +1,9 @@
 """DualPipeV: two chunks per rank in a V, with forward and backward passes overlapped.
 
-Rank r holds stages r and 2p - 1 - r. In the steady state, each action combines a forward pass and a
-backward pass, and the communication of one is hidden behind the computation of the other. Backward
-passes are split only near the beginning and the end of the schedule. (Sea AI Lab derived the
-schedule from DeepSeek's DualPipe by a "cut-in-half" procedure.)
+Rank r of p holds stages r and 2p - 1 - r. In the steady state, each action combines a forward pass
+and a backward pass, and the communication of one is hidden behind the computation of the other.
+Backward passes are split only near the beginning and the end of the schedule. (Sea AI Lab derived
+the schedule from DeepSeek's DualPipe by a "cut-in-half" procedure.)
 
 The schedule is regular for 2p or more micro-batches. With fewer micro-batches, the order for 2p
 micro-batches is used, and the surplus micro-batches are left out.
@@ -16,7 +16,7 @@ from echelon.dist.pipeline.plan.schedules.row_builder import RowBuilder, kept
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Return the rows of DualPipeV, with stages r and 2p - 1 - r on rank r."""
+    """Return the rows of DualPipeV, with stages r and 2p - 1 - r on rank r of p."""
     regular = max(num_microbatches, 2 * num_ranks)
     rows = [_row(rank, num_ranks, regular) for rank in range(num_ranks)]
     return [[one for action in row for one in kept(action, num_microbatches)] for row in rows]
@@ -52,7 +52,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 def _end(row: RowBuilder, rank: int, behind: int, down: int, up: int) -> None:
     """Append the last backward passes.
 
-    The full passes come first, then the split passes with weight gradients in between.
+    The full passes precede the split passes, which alternate with weight gradients.
     """
     ramp = [up, down] * (rank + 1)
     for number, stage in enumerate(ramp):

@@ -1,7 +1,7 @@
 """GPipe: every forward pass, then every backward pass.
 
 GPipe is the simplest schedule and needs the most memory, because the activations of all
-micro-batches are held at once.
+micro-batches are stored at the same time.
 """
 
 from __future__ import annotations

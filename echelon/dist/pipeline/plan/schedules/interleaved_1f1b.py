@@ -1,8 +1,8 @@
 """Interleaved 1F1B: each rank holds several chunks, which shortens the bubble.
 
-Rank r holds stages r, r + p, r + 2p, ... Before its first backward pass, a rank runs one round of
-forward passes for each of its chunks except the last. It then runs one more forward pass,
-and two for each later rank, because a micro-batch passes to the last rank and back.
+Rank r of p holds stages r, r + p, r + 2p, ... Before its first backward pass, a rank runs one round
+of forward passes for each of its chunks except the last. It then runs one more forward pass, plus
+two for each higher rank, because a micro-batch passes to the last rank and back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from echelon.dist.pipeline.plan.schedules.rounds import round_sizes, visits
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    """Return the rows of interleaved 1F1B, with stages r, r + p, ... on rank r."""
+    """Return the rows of interleaved 1F1B, with stages r, r + p, ... on rank r of p."""
     sizes = round_sizes(num_ranks, num_microbatches)
     forwards = visits(sizes, num_chunks, is_backward=False)
     backwards = visits(sizes, num_chunks, is_backward=True)

@@ -1,9 +1,9 @@
 """Interleaved zero bubble: interleaved 1F1B with the backward pass in two halves.
 
-Other ranks wait only for input gradients, so weight gradients can fill idle time. Weight gradients
-on rank r lag r computations behind the input gradients; the last r of them fill the idle time at
-the end. If the number of micro-batches is a multiple of the number of ranks, each rank holds the
-activations of at most (chunks x ranks) pairs of stage and micro-batch.
+Other ranks wait only for input gradients, so weight gradients can fill idle time. On rank r, the
+weight gradients lag r computations behind the input gradients, and the last r weight gradients fill
+the idle time at the end. If the number of micro-batches is a multiple of the number of ranks, each
+rank holds the activations of at most (chunks x ranks) pairs of stage and micro-batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.dist.pipeline.plan.schedules.rounds import round_sizes, visits
 def interleaved_zero_bubble(
     num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> list[list[Action]]:
-    """Return the rows of interleaved zero bubble, with stages r, r + p, ... on rank r."""
+    """Return the rows of interleaved zero bubble, with stages r, r + p, ... on rank r of p."""
     sizes = round_sizes(num_ranks, num_microbatches)
     forwards = visits(sizes, num_chunks, is_backward=False)
     backwards = visits(sizes, num_chunks, is_backward=True)

@@ -1,7 +1,7 @@
 """Build a row and number its micro-batches, so that a schedule only has to name stages.
 
-Micro-batches pass through a stage in order. The number of actions of one kind in the row is
-therefore also the index of the next micro-batch for that kind.
+Micro-batches pass through a stage in order. The number of a stage's actions of one kind in the row
+is therefore also the index of the next micro-batch for that stage and kind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.dist.pipeline.plan.action import (
 
 
 class RowBuilder:
-    """A row that is being built."""
+    """A row of actions under construction."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -33,7 +33,7 @@ class RowBuilder:
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
-        """Return whether the row still lacks deferred weight gradients of a stage."""
+        """Return whether weight gradients of a stage are deferred and not yet in the row."""
         return any(owed == stage for owed, _ in self._owed)
 
     def forward(self, *stages: int) -> None:
@@ -55,7 +55,7 @@ class RowBuilder:
         self.actions.append(input_grad(stage, microbatch))
 
     def weights(self, stage: int | None = None) -> None:
-        """Append the oldest deferred weight gradients, from a given stage or from any stage."""
+        """Append the oldest deferred weight gradients of a stage or, if None, of any stage."""
         owed = next(pair for pair in self._owed if stage in (None, pair[0]))
         self._owed.remove(owed)
         self.actions.append(weight_grad(*owed))
@@ -73,7 +73,7 @@ class RowBuilder:
 
 
 def kept(action: Action, num_microbatches: int) -> list[Action]:
-    """Return `[action]` without the micro-batches that do not exist, or [] if nothing remains."""
+    """Return `[action]` without the parts for surplus micro-batches, or [] if no part remains."""
     parts = [part for part in action.computations if part.microbatch < num_microbatches]
     if action.kind is not Kind.OVERLAP:
         return parts

@@ -1,10 +1,10 @@
 """ZBV: two chunks per rank in a V, with the backward pass in two halves.
 
-Rank r holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of the V,
-and rank 0 holds both ends. If a chunk's forward, input gradients and weight gradients take equal
-time, each rank idles only for the time of p - 1 chunk forwards, and no rank holds more activations
-than rank 0 does in 1F1B. (The schedule is from Qi et al., "Pipeline Parallelism with Controllable
-Memory".)
+Rank r of p holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of
+the V, and rank 0 holds both ends. If a chunk's forward pass, input gradients and weight gradients
+take equal time, each rank is idle only for the time of p - 1 forward passes of a chunk, and no rank
+holds more activations than rank 0 does in 1F1B. (The schedule is from Qi et al., "Pipeline
+Parallelism with Controllable Memory".)
 
 The schedule is regular for 2p - 1 or more micro-batches. With fewer micro-batches, the order for
 2p - 1 micro-batches is used, and the surplus micro-batches are left out.
@@ -17,7 +17,7 @@ from echelon.dist.pipeline.plan.schedules.row_builder import RowBuilder, kept
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Return the rows of ZBV, with stages r and 2p - 1 - r on rank r."""
+    """Return the rows of ZBV, with stages r and 2p - 1 - r on rank r of p."""
     regular = max(num_microbatches, 2 * num_ranks - 1)
     rows = [_row(rank, num_ranks, regular) for rank in range(num_ranks)]
     return [[one for action in row for one in kept(action, num_microbatches)] for row in rows]
