@@ -38,7 +38,10 @@ class MicroBatch:
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that recorded this gradient, or else the rank that computed the loss."""
+        """Return the rank that recorded this gradient.
+
+        If no rank recorded it, return the rank that computed the loss.
+        """
         for stage, gradients in self.stages.items():
             if name in gradients:
                 return self.ranks[stage]
@@ -75,7 +78,7 @@ class Parting:
 
 
 def compare(first: Path, second: Path) -> Parting:
-    """Compare two runs, and return where they diverge.
+    """Compare two runs, and return the point at which they diverge.
 
     Args:
         first, second: folders of fingerprints, or run directories that contain such a folder.

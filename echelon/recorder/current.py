@@ -45,7 +45,7 @@ def if_opened() -> Recorder | None:
 
 
 def record_as_rank(rank: int, world_size: int) -> None:
-    """Start recording as this rank if multiprocessing started the process."""
+    """Start recording as the given rank if multiprocessing started this process."""
     global _opened
     if not _was_spawned():
         return

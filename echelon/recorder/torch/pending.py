@@ -43,7 +43,10 @@ class Pending:
         self._wait = wait
 
     def add(self, record: int, work: Any, is_message: bool, address: int) -> None:
-        """Add a `Work` that has just started; `address` is that of its output, 0 if unknown."""
+        """Add a `Work` that has just started.
+
+        `address` is the address of the output tensor, or 0 if unknown.
+        """
         self.works[record] = work, is_message, address
         if len(self.works) > _MAX_WORKS:
             self._end(next(iter(self.works)))

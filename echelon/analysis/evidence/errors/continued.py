@@ -1,7 +1,7 @@
 """Determine whether the members of a group continued after an error that ended the group.
 
 A rank has continued only if it completed collectives in at least two later steps. Barriers do not
-count, because clean-up code may call them. If a program does not mark steps, a rank has continued
+count, because clean-up code might call them. If a program does not mark steps, a rank has continued
 if it calls collectives at the same lines as before the error.
 """
 

@@ -74,7 +74,7 @@ def file_name(path: str) -> str:
 
 
 def threads(text: str) -> tuple[Thread, ...]:
-    """Parse faulthandler's output; return the threads of the last snapshot in it."""
+    """Parse faulthandler's output; return the threads of the last capture in the text."""
     found: list[tuple[str, list[Frame]]] = []
     seen: set[str] = set()
     for line in text[-_MAX_STACK_CHARS:].splitlines():

@@ -72,7 +72,7 @@ def _absent(picture: Picture) -> list[str]:
 def find_unproven(picture: Picture) -> list[Finding]:
     """Report the ranks that are inside operations if no rank appears to be at fault.
 
-    The operations may be stuck, or they may simply be in flight.
+    The operations might be stuck or simply be in flight.
     """
     waiting = tuple(sorted(picture.graph.waiting))
     if picture.streams is None or not waiting:

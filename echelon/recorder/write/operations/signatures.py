@@ -1,4 +1,4 @@
-"""Store each distinct signature (the arguments of an operation) once in `recent`."""
+"""Store each distinct signature (the arguments of an operation) once in the log `recent`."""
 
 from __future__ import annotations
 

@@ -95,10 +95,10 @@ class Settings:
 
 
 def claim_ownership(process: str) -> bool:
-    """Claim ECHELON_RECORD_DIR for `process`; return whether it may record.
+    """Claim ECHELON_RECORD_DIR for `process`; return whether it is allowed to record.
 
-    Only the first process that calls this function may record. The processes that it starts inherit
-    ECHELON_RECORD_OWNER and may not.
+    Only the first process that calls this function is allowed to record. The processes that it
+    starts inherit ECHELON_RECORD_OWNER and must not record.
     """
     return os.environ.setdefault("ECHELON_RECORD_OWNER", process) == process
 
@@ -121,7 +121,7 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _default_signal() -> int:
-    """Return SIGRTMIN+6, since programs often use SIGUSR1 and SIGUSR2; 0 if it does not exist."""
+    """Return SIGRTMIN+6, because programs often use SIGUSR1 and SIGUSR2; 0 if unavailable."""
     first = getattr(signal, "SIGRTMIN", None)
     return 0 if first is None else int(first) + 6
 

@@ -1,7 +1,7 @@
 """Record the pauses of the garbage collector separately from other spans.
 
 Every collection is counted in the live words. A collection that takes at least a millisecond is
-also kept as a `gc` span. Collections do not count as progress.
+also recorded as a `gc` span. Collections do not count as progress.
 
 The callback may interrupt any thread, even inside the recorder. Therefore, it takes no lock and
 stores no new texts. The C core has its own callback, because some programs collect garbage hundreds
