@@ -1,6 +1,6 @@
 """Find the first step, micro-batch, parameter and rank at which two runs diverge.
 
-The input is the output of `SameBits(..., fingerprints=FOLDER)`. The two runs may have different
+The input is the output of `SameBits(..., fingerprints=FOLDER)`. The two runs can have different
 numbers of ranks.
 """
 
@@ -54,7 +54,7 @@ class Bits:
 
     Attributes:
         micro_batches: the records of micro-batches, keyed by step and micro-batch number. For a
-            repeated step, only the records of the last repetition are kept.
+            repeated step, only the records of the last repetition are included.
         norms: the norms of the reduced gradients, keyed by step and then by rank.
         num_torn: the number of lines that could not be read.
     """

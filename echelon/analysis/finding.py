@@ -100,7 +100,7 @@ class Finding:
     """A fault, with the ranks that caused it and the evidence for it.
 
     `operation` and `sequence` identify the operation in which other ranks are waiting, or on which
-    the ranks disagree. Both may be None. A finding marked `info` is never the verdict.
+    the ranks disagree. Both can be None. A finding marked `info` is never the verdict.
 
     Example:
         >>> finding = analyze(incident).verdict

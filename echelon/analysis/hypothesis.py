@@ -1,7 +1,7 @@
 """Collect hypotheses about the root finding, and choose among them.
 
 Each rule proposes what it detects. A proposal explains the disturbed ranks that directly or
-indirectly wait for its culprits, and may itself be explained by another proposal. The root is the
+indirectly wait for its culprits, and can itself be explained by another proposal. The root is the
 unexplained proposal that explains the most ranks. If two proposals explain equally many ranks, the
 rule closer to the cause wins. For example, a slip explains a mismatch, and a mismatch explains
 endings. If the root leaves disturbed ranks unexplained, further roots are chosen for them.
@@ -139,7 +139,7 @@ def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
     """Merge the root with the chosen roots of the same rule and cause.
 
-    All evidence and up to `_MAX_MERGED` summaries are kept.
+    All evidence and up to `_MAX_MERGED` summaries are retained.
     """
     alike = [one for one in taken if one is root or _is_alike(root, one)]
     if len(alike) == 1:

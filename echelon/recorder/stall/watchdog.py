@@ -8,8 +8,8 @@ A rank without a ring is observed from outside: its CPU use, output and network 
 progress. A new dump of torch's flight recorder shows that an operation timed out on the rank.
 
 Each stall is reported once. The next stall is reported only after a rank has made progress. Because
-the ranks' reports arrive one after another, reports of pending operations that are older than the
-progress are ignored.
+the ranks' reports arrive one after another, a report of a pending operation is ignored if it is
+older than this progress.
 
 A phase that is known to take longer than the limit, such as a checkpoint or an evaluation, is given
 more time. During this time, only a new dump by torch counts as a stall.

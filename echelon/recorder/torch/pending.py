@@ -8,7 +8,7 @@ Some `Work` objects, such as those of Gloo's reduce_scatter, never report comple
 operation counts as complete when the program's wait for it returns.
 
 A `Work` object keeps its tensors alive, so it is dropped as soon as it is complete. At most
-`_MAX_WORKS` objects are kept; the operations of older objects count as complete.
+`_MAX_WORKS` objects are stored; the operations of older objects count as complete.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class NativeWriter(OperationWriter, SpanWriter, Protocol):
         """Start a native heartbeat thread; return whether it started."""
 
     def stop_heartbeat(self) -> None:
-        """Stop the heartbeat thread. May be called more than once."""
+        """Stop the heartbeat thread. Repeated calls are safe."""
 
     def write_faults(self, over_others: bool, /) -> None:
         """Install handlers that record a fatal signal before this process dies."""

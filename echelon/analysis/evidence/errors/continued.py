@@ -126,7 +126,8 @@ class Continuation:
     def _recent(self, rank: int) -> list[int]:
         """Return the last few call sites before the error.
 
-        If this rank did not have the error, the call sites are those of a rank that had it.
+        If this rank did not have the error, the call sites of a rank that had the error are
+        returned.
         """
         known = rank if rank in self.failed else next(iter(self.failed))
         rows = self.evidence.ranks[known].rows[: self.failed[known]][-_RECENT_ROWS:]

@@ -308,7 +308,7 @@ def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
 
 
 def wait_line(wait: Wait) -> str:
-    """List the ranks that are inside an operation and those that have not entered it."""
+    """List the ranks inside an operation, and the ranks that have not entered the operation."""
     return (
         f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', "
         f"{rank_list(wait.absent)} not"

@@ -8,8 +8,8 @@
 | ECHELON_RECORD_OWNER | the process that records; its children do not record | recorder |
 | ECHELON_RING_DIR | a node-local folder for the rings | user |
 | ECHELON_STALL_TIMEOUT | the stall limit in seconds if there is no agent (default 60) | user |
-| ECHELON_RECORDER_SIZE | the number of operations kept (default 4096); 0: off | user, launcher |
-| ECHELON_RECORDER_SPANS | the number of ended spans kept (default 1024) | user |
+| ECHELON_RECORDER_SIZE | the number of operations stored (default 4096); 0: off | user, launcher |
+| ECHELON_RECORDER_SPANS | the number of ended spans stored (default 1024) | user |
 | ECHELON_STACK_SIGNAL | the signal that makes a rank write its stacks; 0: none | user |
 | ECHELON_FAULTHANDLER | 0: do not handle fatal signals (default 1) | user |
 | ECHELON_ATTEMPT | the number of this attempt | launcher |
