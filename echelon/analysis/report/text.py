@@ -64,7 +64,7 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
 
 
 def _indented(line: str, style: str = "") -> Padding:
-    """Indent a line so that its continuation lines are indented too if it wraps."""
+    """Indent a line so that, if it wraps, its continuation lines are also indented."""
     from rich.padding import Padding
     from rich.text import Text
 

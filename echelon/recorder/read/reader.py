@@ -52,7 +52,7 @@ _HEADER_BYTES = LIVE_OFFSET + LIVE_BYTES
 
 
 def read(path: Path) -> Record:
-    """Read a ring or a dump, detecting which one from the first bytes of the file.
+    """Read a ring or a dump. The first bytes of the file determine the format.
 
     Raises:
         DumpFormatError: the file is neither a ring nor a dump, is too new, or cannot be opened.

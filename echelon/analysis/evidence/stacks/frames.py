@@ -145,7 +145,7 @@ _MAX_REST_LINES = 8
 
 
 def last_traceback(stderr: str) -> Raised | None:
-    """Return the last complete traceback in stderr, or None if it has none.
+    """Return the last complete traceback in stderr, or None if there is no complete traceback.
 
     Line prefixes such as `[rank3]: ` are removed. Tracebacks of exceptions that did not end the
     process, such as those after "Exception ignored in", are skipped.

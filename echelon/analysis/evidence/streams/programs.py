@@ -193,7 +193,7 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether a call follows familiar calls but has never followed them before.
+    """Return whether a call is new although the calls that precede it are familiar.
 
     If the preceding calls are new too, the call does not count as novel.
     """

@@ -182,7 +182,7 @@ def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
 def _regular_size(
     pairs: Sequence[tuple[str, str]], recorded: Mapping[int, Sequence[int]], inside: set[int]
 ) -> int:
-    """Infer the number of ranks from the sizes of the groups; return 0 if it is unclear.
+    """Infer the number of ranks from the sizes of the groups; return 0 if the number is unclear.
 
     Groups with the same description usually split the ranks evenly, so a group that is too small
     reveals a missing rank.
