@@ -191,7 +191,7 @@ class Picture:
     def wait_for(self, ranks: Iterable[int]) -> Wait | None:
         """Return the earliest wait for any of `ranks`, or None if no rank waits for them.
 
-        Waits for no ranks other than `ranks` are preferred.
+        A wait in which no other rank is absent is preferred.
         """
         return next(iter(self.graph.waits_for(ranks)), None)
 

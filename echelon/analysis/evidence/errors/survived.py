@@ -258,7 +258,7 @@ def _survived(
 
 
 def _is_inside(facts: RankEvidence, one: _Break, sequence: int) -> bool:
-    """Return whether a rank has a pending call that an error concerns.
+    """Return whether a rank has a pending call that the error affects.
 
     If the error ended its group, every call in the group counts. Otherwise, only calls up to the
     failed operation count.

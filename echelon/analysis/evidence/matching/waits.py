@@ -97,7 +97,7 @@ class WaitGraph:
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
         """Return the waits in which any of `ranks` is absent.
 
-        Waits for no ranks other than `ranks` come first.
+        Waits in which no other rank is absent come first.
         """
         wanted = set(ranks)
         numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})
