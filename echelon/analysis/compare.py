@@ -1,6 +1,6 @@
 """Find the first step, micro-batch, parameter and rank at which two runs diverge.
 
-The input is the output of `SameBits(..., fingerprints=FOLDER)`. The two runs may have different
+The input is the output of `SameBits(..., fingerprints=FOLDER)`. The two runs can have different
 numbers of ranks.
 """
 
@@ -38,7 +38,10 @@ class MicroBatch:
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that recorded this gradient, or else the rank that computed the loss."""
+        """Return the rank that recorded this gradient.
+
+        If no rank recorded it, return the rank that computed the loss.
+        """
         for stage, gradients in self.stages.items():
             if name in gradients:
                 return self.ranks[stage]
@@ -51,7 +54,7 @@ class Bits:
 
     Attributes:
         micro_batches: the records of micro-batches, keyed by step and micro-batch number. For a
-            repeated step, only the records of the last repetition are kept.
+            repeated step, only the records of the last repetition are included.
         norms: the norms of the reduced gradients, keyed by step and then by rank.
         num_torn: the number of lines that could not be read.
     """
@@ -75,7 +78,7 @@ class Parting:
 
 
 def compare(first: Path, second: Path) -> Parting:
-    """Compare two runs, and return where they diverge.
+    """Compare two runs, and return the point at which they diverge.
 
     Args:
         first, second: folders of fingerprints, or run directories that contain such a folder.

@@ -1,6 +1,7 @@
-"""Turn a `Picture` into a report: run the rules, choose the root, and order the findings.
+"""Turn a `Picture` into a report: run the rules, choose the root finding, and order the findings.
 
-The report lists the root first, followed by any further roots and by other ranks that ended.
+The report lists the root finding (the verdict) first. Further roots follow, and then findings about
+other ranks that ended.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _ENDINGS = frozenset({Cause.EXCEPTION, Cause.DEAD_PROCESS, Cause.OUT_OF_MEMORY, 
 
 
 def analyze(path: str | Path) -> Report:
-    """Read an incident, a `dump/` folder, a run directory or torch's dumps; report what happened.
+    """Read an incident, a `dump/` folder, a run directory or torch's dumps, and return a report.
 
     Raises:
         DumpFormatError: files exist, but none of them can be read.
@@ -95,7 +96,7 @@ def diagnose(evidence: Evidence) -> Report:
 
 
 def report_of(picture: Picture) -> Report:
-    """Run the rules and order their findings, the root first."""
+    """Run the rules and order their findings, with the root finding first."""
     evidence = picture.evidence
     findings = tuple(
         _cautious(evidence, _named(_with_threads(evidence, _advised(evidence, finding))))
@@ -123,7 +124,7 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
 
 
 def _with_survived(picture: Picture, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add the errors that the job survived to the verdict's evidence."""
+    """Extend the verdict's evidence with the errors that the job survived."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not picture.survived:
         return findings
@@ -143,7 +144,7 @@ def _survived_line(one: Survived) -> str:
 
 
 def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add the ranks that were lost earlier to the verdict's evidence."""
+    """Extend the verdict's evidence with the ranks that the job lost earlier."""
     lost = sorted(evidence.incident.lost_earlier)
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not lost:
@@ -155,7 +156,7 @@ def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add earlier measurements of suspect nodes to the verdict's evidence."""
+    """Extend the verdict's evidence with earlier measurements of suspect nodes."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not evidence.incident.probes:
         return findings
@@ -166,7 +167,10 @@ def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:
-    """Lower `certain` to `likely` if an early snapshot blames no rank in particular."""
+    """Lower `certain` to `likely` if the snapshot is early and the finding singles out no rank.
+
+    An early snapshot is taken before the stall timeout.
+    """
     differs = 0 < len(finding.culprit_ranks) < evidence.world_size
     if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
         return finding
@@ -174,7 +178,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Add the known error message that a culprit logged last, with its remedy, to the evidence."""
+    """Extend the evidence with the last known error message in a culprit's log, and its remedy."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:
@@ -186,7 +190,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Add exceptions that ended a culprit's thread, but not its process, to the evidence."""
+    """Extend the evidence with exceptions that ended a thread of a culprit but not its process."""
     if finding.info:
         return finding
     lines = []
@@ -201,7 +205,7 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Ensure that the evidence names each culprit as `rank R`, unless there are many."""
+    """Ensure that the evidence names each culprit as `rank R`, unless there are too many."""
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding
@@ -213,7 +217,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the roots, then findings on ranks that also ended or hold up the same operation."""
+    """Return the roots, then findings about ranks that also ended or hold up the same operation."""
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

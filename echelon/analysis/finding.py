@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """The set of ranks that a finding explains, besides its culprits."""
+    """The set of ranks that a finding explains, in addition to its culprits."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"
@@ -76,7 +76,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """A rejected root, with the argument against it."""
+    """A rejected root finding, with the argument against it."""
 
     cause: Cause
     culprit_ranks: tuple[int, ...]
@@ -100,7 +100,7 @@ class Finding:
     """A fault, with the ranks that caused it and the evidence for it.
 
     `operation` and `sequence` identify the operation in which other ranks are waiting, or on which
-    the ranks disagree. Both may be None. A finding marked `info` is never the verdict.
+    the ranks disagree. Both can be None. A finding marked `info` is never the verdict.
 
     Example:
         >>> finding = analyze(incident).verdict
@@ -152,7 +152,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The outcome of one analysis. The root comes first in `findings`.
+    """The outcome of one analysis. The root finding is the first in `findings`.
 
     Example:
         >>> report = analyze(incident)
@@ -181,7 +181,7 @@ class Report:
 
     @property
     def undecided(self) -> bool:
-        """True if operations may be stuck even though nothing indicates a fault."""
+        """True if operations might be stuck even though nothing indicates a fault."""
         return self.healthy and any(one.cause is Cause.UNKNOWN for one in self.findings)
 
     @property

@@ -1,15 +1,15 @@
-"""Collect hypotheses about the root, and choose among them.
+"""Collect hypotheses about the root finding, and choose among them.
 
 Each rule proposes what it detects. A proposal explains the disturbed ranks that directly or
-indirectly wait for its culprits, and may itself be explained by another proposal. The root is the
-unexplained proposal that explains the most ranks. Between equals, the rule closer to the cause
-wins: a slip explains a mismatch, and a mismatch explains endings. If the root leaves disturbed
-ranks unexplained, further roots are chosen for them.
+indirectly wait for its culprits, and can itself be explained by another proposal. The root is the
+unexplained proposal that explains the most ranks. If two proposals explain equally many ranks, the
+rule closer to the cause wins. For example, a slip explains a mismatch, and a mismatch explains
+endings. If the root leaves disturbed ranks unexplained, further roots are chosen for them.
 
-[Note: certainty of an observation, certainty of a choice] A rule may be certain of its observation
+[Note: certainty of an observation, certainty of a choice] A rule can be certain of its observation
 while the choice of the root remains uncertain. For example, a rank was certainly killed, but
-another failure may have caused the kill. This module lowers the confidence if a rival proposal
-explains just as many ranks.
+another failure might have caused the kill. This module lowers the confidence if a rival proposal
+explains equally many ranks.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
     """Choose the root, and further roots for ranks that the first root does not explain.
 
-    The confidence in the root is lowered if rival hypotheses explain just as many ranks.
+    The confidence in the root is lowered if rival hypotheses explain equally many ranks.
     """
     if not hypotheses:
         return Choice(roots=(), rest=())
@@ -139,7 +139,7 @@ def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
     """Merge the root with the chosen roots of the same rule and cause.
 
-    All evidence and up to `_MAX_MERGED` summaries are kept.
+    All evidence and up to `_MAX_MERGED` summaries are retained.
     """
     alike = [one for one in taken if one is root or _is_alike(root, one)]
     if len(alike) == 1:
@@ -190,7 +190,7 @@ def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) ->
 
 
 def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
-    """Lower a confidence of `certain` if ranks without a record may have failed earlier."""
+    """Lower a confidence of `certain` if ranks without a record might have failed earlier."""
     if finding.confidence is not Confidence.CERTAIN or finding.cause in _SELF_EVIDENT:
         return finding
     unseen = sorted(picture.unseen - set(finding.culprit_ranks))
@@ -203,7 +203,7 @@ def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
 
 
 def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
-    """Return the argument against a rival of the root, or "" if it explains just as many ranks."""
+    """Return the argument against a rival of the root, or "" if no argument is found."""
     ranks = rival.finding.culprit_ranks
     if not ranks:
         return "singles out no rank"
@@ -225,7 +225,7 @@ def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower the confidence if a plausible rival explains just as many ranks."""
+    """Lower the confidence if a plausible rival explains equally many ranks."""
     if rival.confidence is Confidence.POSSIBLE:
         return finding
     highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE

@@ -1,6 +1,6 @@
 """Implement `fr-analyze --watch`, which observes a running job and reports changes.
 
-The rings are read while the job is running. Once the launcher writes an incident, the incident is
+The rings are read while the job is running. If the launcher writes an incident, the incident is
 shown until every rank has new records or a later attempt begins.
 """
 

@@ -20,12 +20,12 @@ _STEP_NAME = re.compile(r"step_(\d{1,18})")
 
 
 def note_checkpoint(path: Path, step: int | None) -> None:
-    """Report a committed checkpoint to the launcher, if there is one.
+    """Report a committed checkpoint to the launcher, if a launcher started this rank.
 
     Args:
         path: the folder in which the checkpoint was saved.
-        step: the step at which the checkpoint was saved, or None if unknown. A folder name of the
-            form `step_<n>` takes precedence.
+        step: the step at which the checkpoint was saved, or None if unknown. If the folder's name
+            has the form `step_<n>`, the step in the name takes precedence.
     """
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:
@@ -39,7 +39,9 @@ def note_checkpoint(path: Path, step: int | None) -> None:
 
 
 def last_step() -> int | None:
-    """Return the last step that this rank began or, if it has begun none, an earlier attempt did.
+    """Return the last step that this rank began.
+
+    If the rank has not begun a step, return the last step of any earlier attempt.
 
     Returns:
         The step; None if no attempt has recorded the start of a step.

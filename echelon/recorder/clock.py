@@ -1,9 +1,9 @@
 """Measure the offset from this host's monotonic clock to rank 0's.
 
-Ranks on the same host share the kernel's clock, so their offset is 0. Between hosts, the offset is
-measured by round trips, as in NTP. Rank 0 reads its clock during the round trip, so the midpoint of
-the round trip is the best estimate of that moment, and half of the round trip bounds the error. The
-shortest round trip is used.
+Ranks on the same host share the kernel's clock, so the offset between them is 0. Between hosts, the
+offset is measured by round trips, as in NTP. Rank 0 reads its clock during the round trip, so the
+midpoint of the round trip is the best estimate of that moment, and half of the round trip bounds
+the error. The shortest round trip is used.
 
 Between hosts, the offset is measured once, when the world is created. Monotonic clocks drift apart
 by a few microseconds per second, so the offset becomes inaccurate over time. If stamps contradict
@@ -45,10 +45,10 @@ def measure_offset(
     """Measure the offset to rank 0's clock by round trips.
 
     Args:
-        ask: a function that makes one round trip to rank 0 and returns rank 0's monotonic clock in
-            ns.
+        ask: a function that makes one round trip to rank 0 and returns the reading of rank 0's
+            monotonic clock in ns.
         num_rounds: the number of round trips, at least 1.
-        now: a function that returns this host's monotonic clock in ns.
+        now: a function that returns the reading of this host's monotonic clock in ns.
     """
     best: ClockOffset | None = None
     for _ in range(num_rounds):
@@ -64,7 +64,7 @@ def measure_offset(
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """One moment, read from three clocks of a host. `boot_ns` includes suspended time."""
+    """Readings of a host's three clocks at one moment. `boot_ns` includes suspended time."""
 
     mono_ns: int
     wall_ns: int
@@ -93,7 +93,7 @@ class HostClocks:
     def look(self, now: HostTime) -> tuple[bool, bool]:
         """Return whether the wall clock was adjusted, and whether the host was suspended.
 
-        Both refer to the time since the last call.
+        Both results cover the time since the last call.
         """
         wall = now.wall_ns - now.mono_ns
         has_moved = abs(wall - self._wall_offset_ns) > MOVED_NS
@@ -105,6 +105,6 @@ class HostClocks:
 
 
 def _boot_ns() -> int | None:
-    """Return the clock that includes suspended time, in ns, or None if unavailable."""
+    """Return a reading of the clock that includes suspended time, in ns; None if unavailable."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.clock_gettime_ns(clock)

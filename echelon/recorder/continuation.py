@@ -1,9 +1,9 @@
-"""Define the messages between the launcher and the ranks that continue after a loss.
+"""Define the data that the launcher exchanges with ranks that continue after others are lost.
 
 - An epoch, in the job's store, lists the ranks that remain.
 - A standing, in RANK_DIR/standing.json, reports to the launcher whether a rank can continue.
-- A notice, on the board in the job's store, names the ranks that an ending attempt lost with their
-  nodes. Without it, the other ranks would wait for them.
+- A notice, posted in the job's store, names the ranks that an ending attempt lost together with
+  their nodes. Without the notice, the other ranks would wait for the lost ranks.
 
 Both the launcher and the ranks import this module.
 """
@@ -39,15 +39,16 @@ class Epoch:
         roster: the ranks that continue, in ascending order.
         lost: the ranks that the attempt has lost so far, in ascending order.
         done: the ranks that have finished all steps.
-        left: the ranks that exited before their last step. If there are any, no rank can continue.
+        left: the ranks that exited before their last step. If this list is not empty, no rank can
+            continue.
         joins: the ranks of the roster that join in this epoch to replace lost ranks.
-        dismissed: the ranks that were waiting to join but must exit, because the others have
+        dismissed: the ranks that were waiting to join but must exit, because the other ranks have
             finished.
         withdraws: the earlier epoch whose admissions this epoch cancels, because ranks died before
-            they joined; 0 if none. A rank that has not yet reached that epoch's gate is not
-            affected, and enters this epoch at the end of a step.
-        lives: for each replaced rank of the roster, how many earlier processes held this rank, as
-            [rank, number]. A process that is cut off may outlive its replacement.
+            they joined; 0 if none. A rank that has not yet reached the gate of the earlier epoch is
+            not affected, and enters this epoch at the end of a step.
+        lives: for each replaced rank of the roster, how many earlier processes ran as this rank, as
+            [rank, number]. A process that is cut off can outlive its replacement.
     """
 
     number: int
@@ -61,7 +62,7 @@ class Epoch:
     lives: tuple[tuple[int, int], ...] = ()
 
     def life_of(self, rank: int) -> int:
-        """Return how many processes held a rank before its process in this epoch."""
+        """Return how many processes ran as a rank before its process in this epoch."""
         return dict(self.lives).get(rank, 0)
 
     def pack(self) -> str:
@@ -94,7 +95,7 @@ def epoch_key(number: int) -> str:
 def meeting_key(number: int) -> str:
     """Return the store key of the gate at which the ranks of an epoch wait for each other.
 
-    The last rank to arrive opens the gate, or the launcher when a newer epoch begins.
+    The last rank to arrive opens the gate. If a newer epoch begins first, the launcher opens it.
     """
     return f"continuation/{number}/meeting"
 
@@ -102,14 +103,14 @@ def meeting_key(number: int) -> str:
 def begun_key(rank: int) -> str:
     """Return the store key that a rank sets once it can continue after a loss.
 
-    Standings reach the launcher with a delay. If a node is lost before it has sent them, its ranks'
-    keys remain in the store.
+    Standings reach the launcher with a delay. If a node is lost before it has sent its ranks'
+    standings, the keys are still in the store.
     """
     return f"continuation/begun/{rank}"
 
 
 def lost_notice(ranks: Sequence[int], text: str) -> str:
-    """Return a notice for the board about lost ranks, as JSON without spaces.
+    """Return a notice about lost ranks to post in the store, as JSON without spaces.
 
     Args:
         ranks: the ranks that were lost with their nodes.
@@ -145,8 +146,8 @@ class Standing:
         repeats: the number of steps that must be repeated in this epoch; at most 1, unless copies
             of shards were incomplete or the ranks rolled back to a checkpoint.
         ready_mono_ns: the time at which the rank was ready to compute the step.
-        ready_there_ns: the same time on the clock of the rank's node, if the report came from
-            another node; 0 otherwise.
+        ready_there_ns: the same time on the clock of the rank's node, if the launcher received the
+            report from another node; 0 otherwise.
         meets: the epoch that the rank is entering together with joining ranks; 0 if none.
     """
 

@@ -1,8 +1,8 @@
-"""Provide `current()`, which returns this process's recorder, if there is one.
+"""Provide `current()`, which returns this process's recorder or None.
 
 The recorder writes a ring file (`write/ring/ring.py`) into the folder that ECHELON_RANK_DIR or
-ECHELON_RECORD_DIR names. Without such a folder, or with ECHELON_RECORDER_SIZE=0, there is no
-recorder, and user calls do nothing.
+ECHELON_RECORD_DIR names. Without such a folder, or with ECHELON_RECORDER_SIZE=0, the process has no
+recorder, and calls of `span`, `step` and `watch` record nothing.
 
 [Note: who may record] A ring belongs to one process. After a fork, the recorder is switched off in
 the child. A process does not record if it finds the ring file of a live process. A process that was
@@ -45,7 +45,7 @@ def if_opened() -> Recorder | None:
 
 
 def record_as_rank(rank: int, world_size: int) -> None:
-    """Start recording as this rank if multiprocessing started the process."""
+    """Start recording as the given rank if multiprocessing started this process."""
     global _opened
     if not _was_spawned():
         return

@@ -18,7 +18,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
     """Mark a phase of the step: `with span("data_wait"): batch = next(batches)`.
 
     The analysis interprets the names data_wait, compute, checkpoint, compile and store. Any other
-    name may be used freely.
+    name is allowed.
 
     Example:
         >>> batches = iter([1, 2, 3])

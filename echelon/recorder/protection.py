@@ -1,7 +1,7 @@
 """Protect readers of mapped rings against truncation of the files.
 
-Reading a page beyond the end of the file raises SIGBUS. The C core's handler then replaces the
-mapping with zeroed memory. Without the C core, the process dies.
+Reading a page beyond the end of the file raises SIGBUS. In this case, the C core's signal handler
+replaces the mapping with zeroed memory. Without the C core, the process dies.
 """
 
 from __future__ import annotations

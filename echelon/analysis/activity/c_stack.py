@@ -1,7 +1,7 @@
 """Determine from a thread's C frames what the thread is waiting for.
 
-The innermost function is certain. Its callers, marked with `?`, come from a scan of the
-stack's memory and may be left over from earlier calls (see `host/native_stacks.py`). Therefore only
+The innermost function is certain. Its callers, marked with `?`, come from a scan of the stack's
+memory, so they can be left over from earlier calls (see `host/native_stacks.py`). Therefore only
 the frames next to the innermost function are used.
 """
 
@@ -35,7 +35,7 @@ def main_frames(native: str) -> tuple[str, ...]:
 
 
 def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
-    """Return what a thread is waiting for and the C function that shows it, or None if unknown."""
+    """Return a thread's activity and the C function that indicates it, or None if unknown."""
     near = frames[:_NEAR]
     waits_in_torch = any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
     if waits_in_torch:

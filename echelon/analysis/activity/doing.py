@@ -35,7 +35,8 @@ class Activity:
     Attributes:
         line: the frame to report: the innermost frame of user code, if the stack has one.
         by: the frame or C function that indicates the activity.
-        is_nested: True if the phase is running user code, such as a data set's `__getitem__`.
+        is_nested: True if the activity is a library phase that calls user code, for example a data
+            set's `__getitem__`.
     """
 
     doing: Doing

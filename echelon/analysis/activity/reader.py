@@ -1,9 +1,9 @@
 """Classify a thread's activity from its stack.
 
 The frames below the innermost line of user code show what that line is doing. The other frames
-count only if they belong to a phase that may call user code: data loading, checkpointing or
-compilation. C frames are used if user code calls C++ directly, as with `work.wait()` or a store's
-`get`.
+count only if they belong to a library phase that can call user code: data loading, checkpointing or
+compilation. C frames are used if user code calls C++ directly, for example in `work.wait()` or a
+store's `get`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _phase(frames: tuple[Frame, ...]) -> tuple[Doing, Frame] | None:
 def _first(
     frames: Sequence[Frame], tables: Sequence[tuple[Doing, tuple[Row, ...]]]
 ) -> tuple[Doing, Frame] | None:
-    """Return the activity and the frame of the innermost match in any table, or None."""
+    """Return the activity and the frame of the innermost match in any table; None if none match."""
     for frame in frames:
         path = frame.file[-1024:].replace("\\", "/")
         for doing, rows in tables:

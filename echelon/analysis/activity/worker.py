@@ -1,7 +1,7 @@
 """Classify a rank's child processes by role and activity.
 
 The outermost frames of a forked worker are inherited from its parent. Only the frames called from
-the worker's loop are its own.
+the worker's loop show what the worker is doing.
 """
 
 from __future__ import annotations

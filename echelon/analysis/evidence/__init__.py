@@ -1,1 +1,1 @@
-"""A representation of the recorded facts that is common to all sources."""
+"""Represent the recorded facts in a form that is common to all sources."""

@@ -1,9 +1,10 @@
-"""Calls with their arguments, and the tables that all ranks' records refer to.
+"""Define calls with their arguments, and the tables that all ranks' records refer to.
 
-[Note: exact calls and comparable calls] Even in a correct collective, two ranks may pass different
+[Note: exact calls and comparable calls] Even in a correct collective, two ranks can pass different
 arguments. For example, the output splits of an all_to_all are the transpose of its input splits.
 Therefore each row contains the exact call, and `Tables.comparable` maps a call to the part that
-must be equal on all members. Votes use comparable calls; reports show exact calls.
+must be equal on all members. The vote on what each member called uses comparable calls. Reports
+show exact calls.
 """
 
 from __future__ import annotations

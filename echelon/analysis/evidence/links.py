@@ -36,7 +36,7 @@ class BrokenLink:
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:
-        """Describe the link, such as `rank 1 (10.0.0.1) to rank 2 (10.0.0.2): 4,096 bytes ...`."""
+        """Describe the link: `rank 1 (10.0.0.1) to rank 2 (10.0.0.2): 4,096 bytes ...`."""
         ends = (
             f"rank {self.sender} ({self.sender_host}) to rank {self.receiver}"
             f" ({self.receiver_host})"

@@ -119,7 +119,7 @@ class Picture:
 
     @cached_property
     def heads(self) -> dict[int, tuple[int, int]]:
-        """The (group, sequence) of each rank's first pending row, which blocks its stream."""
+        """Each rank's first pending row, as (group, sequence). The row blocks the rank's stream."""
         found: dict[int, tuple[int, int]] = {}
         for rank, facts in self.evidence.ranks.items():
             pending = np.flatnonzero(np.isin(facts.rows["state"], (State.CREATED, State.STARTED)))
@@ -138,7 +138,7 @@ class Picture:
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """The ranks that left neither operations nor a stack."""
+        """The ranks whose records contain neither operations nor a stack."""
         ranks = self.evidence.ranks
         recorded = {rank for rank, facts in ranks.items() if facts.has_ring and len(facts.rows)}
         silent = {
@@ -177,10 +177,10 @@ class Picture:
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return the dead ranks and all ranks affected by them.
+        """Return the dead ranks and all ranks affected by their death.
 
-        Affected ranks are inside the same operations as a dead rank, or wait for any of these
-        ranks.
+        A rank is affected if it is inside the same operation as a dead rank, or if it waits for a
+        dead or affected rank.
         """
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
@@ -191,7 +191,7 @@ class Picture:
     def wait_for(self, ranks: Iterable[int]) -> Wait | None:
         """Return the earliest wait for any of `ranks`, or None if no rank waits for them.
 
-        Waits for `ranks` alone are preferred.
+        A wait in which no other rank is absent is preferred.
         """
         return next(iter(self.graph.waits_for(ranks)), None)
 

@@ -1,6 +1,6 @@
 """Make recorded strings safe to display.
 
-The strings in a dump are untrusted, and may contain terminal escape sequences or markup. Control
+The strings in a dump are untrusted, and can contain terminal escape sequences or markup. Control
 characters, bidirectional overrides and line breaks are replaced before a string is displayed.
 Markup is escaped when the string is inserted into a page.
 """

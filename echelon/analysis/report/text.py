@@ -30,7 +30,7 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
     """Print a report to a rich console, or as plain lines if the output is not a terminal.
 
     Args:
-        timing: how the job spent its time; printed after a healthy report.
+        timing: a breakdown of the job's time, printed after a healthy report.
 
     Example:
         >>> from rich.console import Console
@@ -64,7 +64,7 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
 
 
 def _indented(line: str, style: str = "") -> Padding:
-    """Indent a line so that its continuation lines are indented too if it wraps."""
+    """Indent a line so that, if it wraps, its continuation lines are also indented."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -139,7 +139,7 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 
 
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
-    """Describe where the ranks are, with one line per place and the culprits first.
+    """Describe where the ranks are, with one line per position and the culprits first.
 
     Frames common to several ranks are on one line. Where the stacks diverge, each continuation is
     on its own line, indented below.
@@ -168,7 +168,7 @@ def _add_places(
 
 
 def counted(ranks: Sequence[int]) -> str:
-    """Format ranks with their count: `1,021 ranks (0-6 and 10-1023)`, or just `rank 7`."""
+    """Format ranks with their count: `1,021 ranks (0-6 and 10-1023)`, or `rank 7` for one rank."""
     names = rank_list(ranks)
     if len(ranks) < 2:
         return names
@@ -176,7 +176,7 @@ def counted(ranks: Sequence[int]) -> str:
 
 
 def alternative_line(other: Alternative) -> str:
-    """Format a rejected root and the argument against it."""
+    """Format a rejected root finding and the argument against it."""
     who = f" · {rank_list(other.culprit_ranks)}" if other.culprit_ranks else ""
     return f"{other.cause.value}{who}: {other.summary} ({other.against})"
 
@@ -250,7 +250,7 @@ def _timing_rows(timing: Timing) -> Iterator[tuple[list[str], list[list[str]]]]:
 
 
 def phase_words(rank: RankTime) -> str:
-    """Format a rank's time by phase, such as `compute 61%, communication 22%`."""
+    """Format a rank's time by phase, for example `compute 61%, communication 22%`."""
     pairs: Sequence[tuple[str, float]] = sorted(rank.phases_s.items(), key=lambda item: -item[1])
     parts = [(name, length / rank.window_s) for name, length in pairs[:4]]
     return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.005)

@@ -169,7 +169,7 @@ class EvidenceBuilder:
 def _of_present_epoch(
     ranks: Mapping[int, RankEvidence], groups: Sequence[Group], incident: Incident
 ) -> dict[int, RankEvidence]:
-    """Leave out lost ranks, and all operations from before the current epoch."""
+    """Remove lost ranks, and all operations from before the current epoch."""
     lost = incident.lost_earlier.keys()
     old = [number for number, group in enumerate(groups) if not lost.isdisjoint(group.ranks)]
     since, there = incident.epoch_since_ns, incident.epoch_since_there_ns

@@ -1,4 +1,4 @@
-"""Find and read the contents of a folder: an incident, a `dump/`, a run directory or foreign dumps.
+"""Read the evidence in a folder: an incident, a `dump/` folder, a run directory or foreign dumps.
 
 A folder is recognized by its contents, and a file by its first bytes. The rank is taken from the
 file name. An unreadable file causes a warning, and its rank becomes a suspect. A folder that is
@@ -33,7 +33,7 @@ _MAX_INCIDENT_BYTES = 1 << 20
 class Place:
     """The chosen input: echelon's files for each rank, the incident, and a description.
 
-    `torch` lists the dumps of torch's own recorder that lie in the same folder.
+    `torch` lists the dumps of torch's own recorder in the same folder.
     """
 
     files: tuple[tuple[int, Path], ...]
@@ -208,7 +208,7 @@ def _ended(value: Any) -> tuple[int, ...]:
 
 
 def _epochs(value: Any) -> dict[int, int]:
-    """Parse `[[rank, epoch], ...]` into the nonzero epochs by rank; ignore malformed entries."""
+    """Parse `[[rank, epoch], ...]` into a dict of nonzero epochs, ignoring malformed entries."""
     return {rank: epoch for rank, epoch in _by_rank(value).items() if epoch}
 
 

@@ -14,7 +14,7 @@ and if the CRC32 of the payload matches. The CRC is needed on weakly ordered mac
 Python has no memory fences.
 
 [Note: two kinds of texts] Texts that a program uses repeatedly (groups, call sites, operations,
-names of spans) are stored once, in the string table. Texts that may differ at every call (shapes
+names of spans) are stored once, in the string table. Texts that can differ at every call (shapes
 and splits, details of spans, errors) go into `recent`, a log that wraps around. Each entry of
 `recent` contains its own position, so that a reader can detect an overwritten entry.
 """
@@ -82,7 +82,7 @@ class Flag(IntEnum):
 
 
 class Live(IntEnum):
-    """The indices of the u64 words of the live page."""
+    """The indices of the u64 words (counters and stamps) in a ring's live page."""
 
     HEARTBEAT_MONO_NS = 0  # from a Python thread: late while other code holds the lock
     PROGRESS_MONO_NS = 1  # last operation, span or step that began or ended

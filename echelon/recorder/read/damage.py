@@ -13,7 +13,7 @@ class Damage:
         self._warnings: Counter[str] = Counter()
 
     def warn(self, text: str) -> None:
-        """Record damage to the ring itself, which another copy would also show."""
+        """Record damage that every copy of the ring would contain."""
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:

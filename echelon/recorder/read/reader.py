@@ -52,7 +52,7 @@ _HEADER_BYTES = LIVE_OFFSET + LIVE_BYTES
 
 
 def read(path: Path) -> Record:
-    """Read a ring or a dump, detecting which one from the first bytes of the file.
+    """Read a ring or a dump. The first bytes of the file determine the format.
 
     Raises:
         DumpFormatError: the file is neither a ring nor a dump, is too new, or cannot be opened.
@@ -237,14 +237,14 @@ class LiveRing:
         return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
-        """Return the oldest pending operation's call stamp, or 0, and the number pending."""
+        """Return the oldest pending operation's call stamp (0 if none) and the number pending."""
         in_slots, num_in_slots = _oldest_open(self._slots)
         kept, num_kept = _oldest_open(self._kept)
         oldest = min((called for called in (in_slots, kept) if called), default=0)
         return oldest, num_in_slots + num_kept
 
     def sight(self, rank: int) -> Sight:
-        """Return this rank's state as the stall rule requires it."""
+        """Return the state of this ring's rank in the form that the stall rule takes."""
         self._follow()
         words = self.words()
         pending_mono_ns, num_pending = self.pending()
@@ -291,7 +291,7 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return the oldest pending operation's call stamp, or 0, and the number pending."""
+    """Return the oldest pending operation's call stamp (0 if none) and the number pending."""
     state, head = slots["state"], slots["head"]
     ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
     open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)

@@ -107,7 +107,7 @@ class RingParser:
         return younger
 
     def _kept_operations(self) -> npt.NDArray[Any]:
-        """Return the rows of pending operations that were kept when their slots were reused."""
+        """Return the rows of pending operations that were retained when their slots were reused."""
         places = np.frombuffer(self._data, KEPT_OPERATION, NUM_KEPT, self._layout.kept_offset)
         used = np.flatnonzero(places["slot"]["head"])
         slots = places["slot"][used]

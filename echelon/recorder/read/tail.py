@@ -1,7 +1,7 @@
 """Follow a live ring: report new durations, pending operations and open spans.
 
 A read decodes no text and examines at most the newest `MAX_NEW` operations, so it is cheap enough
-to be repeated twice a second. A duration may occasionally be wrong, because its slot's checksum is
+to be repeated twice a second. A duration can occasionally be wrong, because its slot's checksum is
 not verified. Pending operations are fully verified.
 """
 

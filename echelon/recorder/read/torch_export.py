@@ -3,9 +3,9 @@
 Each rank's file is a pickle of plain dicts, lists, tuples, strings and numbers. Facts that torch's
 format cannot represent (reduce op, root, splits, tags, spans, steps) are lost.
 
-Collectives and point-to-point operations are numbered from 1 in each group, as in torch. Ranks in
-`send 0->1` are positions among the group's sorted members. Stamps are readings of the rank's own
-wall clock.
+Collectives and point-to-point operations are numbered from 1 in each group, as in torch. The ranks
+in a name of the form `send 0->1` are positions among the group's sorted members. Stamps are
+readings of the rank's own wall clock.
 """
 
 from __future__ import annotations

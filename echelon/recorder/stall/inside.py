@@ -1,9 +1,9 @@
 """Apply the stall rule inside a process, for jobs without an agent (torchrun, plain Python).
 
 A thread observes the process's own ring once a second. If it detects a stall, it writes the rank's
-black box to `dump/incident_<k>` in the common folder and prints one line. The first rank creates
-the incident, and the other ranks of the same attempt join it. Unlike an agent, the thread cannot
-run while C code holds the GIL, and it does not observe other ranks.
+black box to `dump/incident_<k>` in the folder that all ranks share, and prints one line. The first
+rank creates the incident, and the other ranks of the same attempt join it. Unlike an agent, the
+thread cannot run while C code holds the GIL, and it does not observe other ranks.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ A rank without a ring is observed from outside: its CPU use, output and network 
 progress. A new dump of torch's flight recorder shows that an operation timed out on the rank.
 
 Each stall is reported once. The next stall is reported only after a rank has made progress. Because
-the ranks' reports arrive one after another, reports of pending operations that are older than the
-progress are ignored.
+the ranks' reports arrive one after another, a report of a pending operation is ignored if it is
+older than this progress.
 
-A phase that is known to take longer than the limit, such as a checkpoint or an evaluation, gets
-more time. During that time, only torch's dumps count as a stall.
+A phase that is known to take longer than the limit, such as a checkpoint or an evaluation, is given
+more time. During this time, only a new dump by torch counts as a stall.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sight:
 
     @property
     def name(self) -> str:
-        """The rank's name in messages."""
+        """The rank's name, as used in texts for the user."""
         return f"rank {self.rank if self.named_rank < 0 else self.named_rank}"
 
 
@@ -75,7 +75,7 @@ class StallRule:
         return self._reported is not None
 
     def begin_again(self, now_mono_ns: int) -> None:
-        """End the reported stall, and report no other until the limit has passed."""
+        """End the reported stall, and report no other stall until the limit has passed."""
         self._reported = None
         self._quiet_until_ns = now_mono_ns + int(self._limit_s * 1e9)
 

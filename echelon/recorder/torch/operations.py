@@ -70,7 +70,7 @@ class Operations:
         """Register the recording kernels with torch's dispatcher.
 
         Raises:
-            Exception: torch's dispatcher has an unexpected form.
+            Exception: torch's dispatcher has an unexpected interface.
         """
         library = self._torch.library.Library("c10d", "IMPL")
         self._libraries.append(library)
@@ -158,7 +158,10 @@ class Operations:
     def _follow(
         self, recorder: Recorder, record: int, result: Any, layout: Layout, args: Sequence[Any]
     ) -> None:
-        """Track the `Work` that an operation started. An operation without a `Work` is complete."""
+        """Track the `Work` that an operation started.
+
+        An operation that returned no `Work` counts as complete.
+        """
         boxed = result[-1] if isinstance(result, tuple) and result else result
         if boxed is None or isinstance(boxed, tuple):
             recorder.completed(record)

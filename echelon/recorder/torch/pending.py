@@ -8,7 +8,7 @@ Some `Work` objects, such as those of Gloo's reduce_scatter, never report comple
 operation counts as complete when the program's wait for it returns.
 
 A `Work` object keeps its tensors alive, so it is dropped as soon as it is complete. At most
-`_MAX_WORKS` objects are kept; the operations of older objects count as complete.
+`_MAX_WORKS` objects are stored; the operations of older objects count as complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Pending:
         self._wait = wait
 
     def add(self, record: int, work: Any, is_message: bool, address: int) -> None:
-        """Add a `Work` that has just started; `address` is that of its output, 0 if unknown."""
+        """Add a `Work` that has just started.
+
+        `address` is the address of the output tensor, or 0 if unknown.
+        """
         self.works[record] = work, is_message, address
         if len(self.works) > _MAX_WORKS:
             self._end(next(iter(self.works)))

@@ -1,11 +1,11 @@
 """Record phases of a torch program as spans: waits for data or the store, checkpoints, compilation.
 
-The program's own marks take precedence: the hooks record no span whose name the program has passed
-to `echelon.span`.
+The program's own marks take precedence: the hooks do not record spans with a name that the program
+itself has passed to `echelon.span`.
 
-[Note: the end of a loader's iteration] With uneven batches, one rank's loop over a loader may end
+[Note: the end of a loader's iteration] With uneven batches, one rank's loop over a loader can end
 before the loops of the other ranks. An iteration ends with its last batch, or when the program
-drops the iterator. Python may free the iterator at any point, even within the recorder. Therefore,
+drops the iterator. Python can free the iterator at any point, even within the recorder. Therefore,
 the program's next batch or operation records the end, as the mark `data_end`.
 """
 
@@ -50,7 +50,10 @@ def opened(name: str, detail: str = "") -> _Opened | None:
 
 
 def closed(one: _Opened | None, *, failed: bool = False) -> None:
-    """Close a span from `opened`; a checkpoint that `failed` does not count as saved or loaded."""
+    """Close a span that `opened` returned.
+
+    If `failed` is True, a checkpoint span does not count as a checkpoint that was saved or loaded.
+    """
     recorder = black_box.if_opened()
     if one is None or recorder is None:
         return
@@ -116,7 +119,10 @@ def _next_batch(original: Any) -> Any:
 
 
 def _watch_end(iterator: Any) -> Any:
-    """Return a function that notes the end of an iteration; also call it when Python frees it."""
+    """Return a function that notes the end of an iteration.
+
+    The function is also called when Python frees the iterator.
+    """
     end = iterator.__dict__.get(_END)
     if end is None or not end.alive:  # a loader may keep its iterator for the next epoch
         end = weakref.finalize(iterator, ended_loaders.append, 1)

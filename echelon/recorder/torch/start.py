@@ -48,7 +48,7 @@ def recording(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(args: tuple[Any, ...]) -> Recorder | None:
-    """Open this rank's ring and install the hooks, on the first call; return the recorder."""
+    """On the first call, open this rank's ring and install the hooks. Return the recorder."""
     if _operations is None:
         size, rank = int(args[0]), int(args[1])
         black_box.record_as_rank(rank, size)

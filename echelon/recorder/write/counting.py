@@ -1,4 +1,4 @@
-"""Draw unique, consecutive numbers from several threads."""
+"""Generate unique, consecutive numbers for several threads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def counter(start: int = 0, *, has_lock: bool | None = None) -> Callable[[], int
     """Return a thread-safe function that counts up from `start`.
 
     Args:
-        has_lock: True if the interpreter has a global lock, which makes `itertools.count` atomic;
-            None detects this.
+        has_lock: whether the interpreter has a global lock, which makes `itertools.count` atomic.
+            If None, the function checks the interpreter.
     """
     numbers = itertools.count(start)
     if has_lock is None:

@@ -32,13 +32,13 @@ class NativeWriter(OperationWriter, SpanWriter, Protocol):
         """Count a pause of the garbage collector; a callback for `gc.callbacks`."""
 
     def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
-        """Register `keep(began, ended, info)`, called for pauses of at least `from_ns`."""
+        """Register `keep(began, ended, info)`, called for pauses of at least `from_ns` ns."""
 
     def start_heartbeat(self, period_ns: int, /) -> bool:
         """Start a native heartbeat thread; return whether it started."""
 
     def stop_heartbeat(self) -> None:
-        """Stop the heartbeat thread. May be called more than once."""
+        """Stop the heartbeat thread. Repeated calls are safe."""
 
     def write_faults(self, over_others: bool, /) -> None:
         """Install handlers that record a fatal signal before this process dies."""
@@ -47,7 +47,7 @@ class NativeWriter(OperationWriter, SpanWriter, Protocol):
 def make_writer(
     ring: Ring, known_sites: sites.Sites, now: Callable[[], int] | None = None
 ) -> NativeWriter:
-    """Return the C core's writer, which holds the ring's memory until the ring is closed."""
+    """Return the C core's writer, which references the ring's memory until the ring is closed."""
     signatures = Signatures(ring)
     writer = _native.Writer(
         memory=ring.map,

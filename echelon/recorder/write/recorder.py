@@ -127,7 +127,7 @@ class Recorder:
         """Update the identity if the wall clock was adjusted or the host was suspended.
 
         Args:
-            now: the host's clocks, read just now; None does nothing.
+            now: current readings of the host's clocks. If None, the method does nothing.
         """
         if now is None:
             return
@@ -235,7 +235,7 @@ class Recorder:
 
     @_never_raises(None)
     def note_checkpoint(self, detail: str) -> None:
-        """Record that a checkpoint was saved or loaded, as `detail` states in its first word."""
+        """Record that a checkpoint was saved or loaded. The first word of `detail` states which."""
         what = detail.removeprefix("torch.")
         if what.startswith("load"):
             self._live[Live.NUM_LOADS] += 1
@@ -264,8 +264,8 @@ class Recorder:
 
         Args:
             thread: the name of the thread that ends; "" means the whole process. If several threads
-                fail, only the first exception is kept. An exception that ends the process replaces
-                it.
+                fail, only the first exception is stored. An exception that ends the process
+                replaces a thread's exception.
         """
         if not self._is_owner or (thread and self._has_words):
             return
@@ -288,7 +288,7 @@ class Recorder:
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
-        """Start the Python heartbeat thread and, with the C core, the native one."""
+        """Start the Python heartbeat thread and, with the C core, the native heartbeat thread."""
         if self.native is not None:
             self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
@@ -297,7 +297,7 @@ class Recorder:
         self._beating = beating
 
     def close(self) -> None:
-        """Record a clean exit and stop the heartbeat. The ring's file is kept."""
+        """Record a clean exit and stop the heartbeat. The ring's file is not deleted."""
         self.closing.set()
         if self._beating is not None:
             self._beating.join(timeout=2 * HEARTBEAT_S)
@@ -308,7 +308,7 @@ class Recorder:
         self._live[Live.CLOSED] = 1
 
     def disown(self) -> None:
-        """Stop writing last words and time totals to the parent's ring in a forked child."""
+        """In a forked child, stop writing last words and time totals to the parent's ring."""
         self._is_owner = False
 
     def _beat(self) -> None:
@@ -318,7 +318,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return a step's live word, the clamped number plus one; `before` if it is not a number."""
+    """Return a step's live word: the clamped step number plus one, or `before` if it is invalid."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

@@ -53,7 +53,7 @@ class _Thread(threading.local):
 
 
 class OpenSpan:
-    """A span and its place among the open spans; -1 if all places were taken."""
+    """A span and its slot among the open spans; the slot is -1 if all slots were taken."""
 
     __slots__ = (
         "depth", "detail", "is_closed", "name", "number", "place", "site", "started", "step",

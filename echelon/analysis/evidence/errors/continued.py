@@ -1,7 +1,7 @@
 """Determine whether the members of a group continued after an error that ended the group.
 
 A rank has continued only if it completed collectives in at least two later steps. Barriers do not
-count, because clean-up code may call them. If a program does not mark steps, a rank has continued
+count, because clean-up code might call them. If a program does not mark steps, a rank has continued
 if it calls collectives at the same lines as before the error.
 """
 
@@ -126,7 +126,8 @@ class Continuation:
     def _recent(self, rank: int) -> list[int]:
         """Return the last few call sites before the error.
 
-        If this rank did not have the error, the call sites are those of a rank that had it.
+        If this rank did not have the error, the call sites of a rank that had the error are
+        returned.
         """
         known = rank if rank in self.failed else next(iter(self.failed))
         rows = self.evidence.ranks[known].rows[: self.failed[known]][-_RECENT_ROWS:]

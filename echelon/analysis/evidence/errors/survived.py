@@ -4,9 +4,9 @@ A mismatch, a timeout or a lost peer ends its group, but not necessarily the pro
 caught the error and continued, the job ended later for another reason. The failed calls are then
 removed, because they would otherwise look like the earliest fault.
 
-An error counts as survived only if no rank is still inside the operation, if every member continued
-(see `continued.py`), and if no rank ended because of it. torch's flight recorder does not record
-errors, so nothing is removed from its dumps.
+An error counts as survived only if no rank is still inside the failed operation, if every member
+continued (see `continued.py`), and if no rank ended because of the error. torch's flight recorder
+does not record errors, so nothing is removed from its dumps.
 """
 
 from __future__ import annotations
@@ -258,7 +258,11 @@ def _survived(
 
 
 def _is_inside(facts: RankEvidence, one: _Break, sequence: int) -> bool:
-    """Return whether a rank has a pending call in the ended group or up to the failed operation."""
+    """Return whether a rank has a pending call that the error affects.
+
+    If the error ended its group, every call in the group counts. Otherwise, only calls up to the
+    failed operation count.
+    """
     rows = facts.rows
     inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
     inside &= rows["group"] == one.group
@@ -298,12 +302,12 @@ def _names(type_name: str, message: str, traceback: str, seen: Survived) -> bool
 
 
 def _is_among(errors: Iterable[str], message: str) -> bool:
-    """Return whether a message contains the beginning of any recorded error."""
+    """Return whether an exception's message contains the beginning of any recorded error."""
     return any(error and error[:_MAX_COMPARED] in message for error in errors)
 
 
 def _was_raised_from(traceback: str, seen: Survived) -> bool:
-    """Return whether an exception is chained to the error.
+    """Return whether an exception is chained to the survived error.
 
     If later steps prove that the program continued, only `raise ... from` counts.
     """

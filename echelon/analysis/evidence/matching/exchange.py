@@ -85,7 +85,7 @@ class Exchanges:
         return latest is not None and latest >= int(row["p2p_sequence"])
 
     def has_done(self, rank: int, row: Any) -> bool:
-        """Return whether a rank has ever completed the same call with the same peer."""
+        """Return whether a rank has ever completed the call in `row` with the same peer."""
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:

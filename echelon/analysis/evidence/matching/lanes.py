@@ -97,7 +97,7 @@ class Lanes:
     def proven(self) -> npt.NDArray[np.bool_]:
         """True for each column that all members must have entered: [num_columns].
 
-        The proof is a member's completed call, unless the operation is rooted.
+        A member's completed call proves this, unless the operation has a root rank.
         """
         calls = self.evidence.tables.calls
         is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)

@@ -2,7 +2,7 @@
 
 A rank inside a collective waits for every member that has not entered it. A send or receive waits
 for its counterpart. One `Wait` represents all ranks that wait in the same operation for the same
-ranks. A sink is a rank that other ranks are waiting for but that is not waiting itself; the cause
+ranks. A sink is a rank that other ranks are waiting for but that is not waiting itself. The cause
 of a hang is found at a sink. A cycle of waits means that ranks called operations in different
 orders.
 """
@@ -97,7 +97,7 @@ class WaitGraph:
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
         """Return the waits in which any of `ranks` is absent.
 
-        Waits for `ranks` alone come first.
+        Waits in which no other rank is absent come first.
         """
         wanted = set(ranks)
         numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})

@@ -69,12 +69,12 @@ class Thread:
 
 
 def file_name(path: str) -> str:
-    """Return the last component of a path, which may contain slashes or backslashes."""
+    """Return the last component of a path, which can contain slashes or backslashes."""
     return re.split(r"[/\\]", path)[-1] or path
 
 
 def threads(text: str) -> tuple[Thread, ...]:
-    """Parse faulthandler's output; return the threads of the last snapshot in it."""
+    """Parse faulthandler's output; return the threads of the last capture in the text."""
     found: list[tuple[str, list[Frame]]] = []
     seen: set[str] = set()
     for line in text[-_MAX_STACK_CHARS:].splitlines():
@@ -145,7 +145,7 @@ _MAX_REST_LINES = 8
 
 
 def last_traceback(stderr: str) -> Raised | None:
-    """Return the last complete traceback in stderr, or None if it has none.
+    """Return the last complete traceback in stderr, or None if there is no complete traceback.
 
     Line prefixes such as `[rank3]: ` are removed. Tracebacks of exceptions that did not end the
     process, such as those after "Exception ignored in", are skipped.

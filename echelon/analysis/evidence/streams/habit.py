@@ -2,7 +2,7 @@
 
 A training loop repeats the same calls in every step. If a rank is merely waiting, many of its
 latest calls therefore repeat earlier calls. If a rank left out a call, made an extra call or
-changed the order, only the few calls since then repeat earlier ones.
+changed the order, only the few calls after that deviation repeat earlier calls.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
-    """Return the rank with by far the smallest fraction of repeated calls, or None.
+    """Return the rank with by far the smallest fraction of repeated calls.
 
-    Calls that are queued behind the head of a rank's queue are ignored.
+    The result is None if no rank stands out. Calls that are queued behind the head of a rank's
+    queue are ignored.
     """
     known = sorted(
         (habit_length(rows) / max(1, len(rows)), rank)
@@ -111,7 +112,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 def _last_time(keys: list[int], place: int) -> int | None:
     """Return the last position before `place` where the same calls preceded a different call.
 
-    Return None if there is no such position.
+    The result is None if there is no such position.
     """
     for length in _CONTEXTS:
         context = keys[place - length : place]

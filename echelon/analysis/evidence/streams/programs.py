@@ -1,9 +1,9 @@
 """Compare the sequences of all calls made by ranks that run the same program.
 
 A rank's sequence contains the calls in all groups, including messages. The comparison starts at a
-collective that all ranks of a group recorded. Ranks such as those of one pipeline stage are assumed
-to run the same program if their calls just before this collective agree or, failing that, the calls
-from it to the group's next collective.
+collective that all ranks of a group recorded. Ranks, for example the ranks of one pipeline stage,
+are assumed to run the same program if their calls immediately before this collective agree. Failing
+that, their calls from this collective to the group's next one must agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Parting:
         rank: the rank that differs.
         others: the ranks that agree with each other.
         row: the row of the differing call on `rank`.
-        usual: one of the other ranks, and its row at the same position.
+        usual: one other rank and its row at the corresponding position, as a pair.
         later: the keys of all calls from that position on, for `rank` and for the other rank.
     """
 
@@ -43,7 +43,7 @@ class Parting:
 
 
 def partings(streams: Streams) -> list[Parting]:
-    """Return the calls at which single ranks diverged from the common program.
+    """Return the calls at which individual ranks diverged from the common program.
 
     Only the largest group in which a rank differs is considered.
     """
@@ -146,7 +146,7 @@ def _alike(
 def _parting(
     streams: Streams, starts: Mapping[int, int], keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Parting | None:
-    """Return where one rank differs from its peers, or None if no rank does."""
+    """Return the first call at which a single rank differs from its peers, or None."""
     if len(starts) < 2:
         return None
     lines = {rank: keys[rank][start:] for rank, start in starts.items()}
@@ -193,7 +193,7 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether a call follows familiar calls but has never followed them before.
+    """Return whether a call is new although the calls that precede it are familiar.
 
     If the preceding calls are new too, the call does not count as novel.
     """

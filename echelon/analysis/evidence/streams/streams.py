@@ -1,8 +1,8 @@
 """Derive each rank's progress, and the waits between ranks, from torch's records.
 
-The head of a rank's queue is its first pending operation across all groups. Only the head actually
-waits. It waits for each member that has not entered the operation or has queued the operation
-behind another one. An operation that is enqueued but not listed as pending has completed.
+The head of a rank's queue is its first pending operation across all groups. Only the operation at
+the head is actually waiting. It waits for the members that have not entered it or have queued it
+behind another operation. An operation that is enqueued but not listed as pending has completed.
 
 torch's dumps are taken at different moments. If one rank has completed an operation that another
 rank has not yet entered, the job was moving while the dumps were taken. In this case, pending
@@ -194,7 +194,7 @@ class Streams:
         return known
 
     def entered(self, rank: int, group: int) -> int:
-        """Return the number of the last collective that a rank has entered in a group, or 0."""
+        """Return the number of the last collective that a rank entered in a group; 0 if none."""
         facts = self.evidence.ranks.get(rank)
         return 0 if facts is None else self._entered[rank].get(group, 0)
 
@@ -215,7 +215,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Return whether a collective may have been overwritten before it completed."""
+        """Return whether a collective might have been overwritten before it completed."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False
@@ -230,7 +230,7 @@ class Streams:
         return head is not None and (head.group, head.sequence) == place
 
     def is_rooted(self, head: Head) -> bool:
-        """Return whether some members may complete the head's operation before others arrive."""
+        """Return whether a member can complete the head's operation before all members arrive."""
         row = self.evidence.ranks[head.rank].rows[head.rows[0]]
         return bool(self._rooted[int(row["call"])])
 

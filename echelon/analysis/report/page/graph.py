@@ -1,4 +1,4 @@
-"""Lay out the wait-for graph, with one node for all ranks that have the same waits."""
+"""Lay out the wait-for graph, with one node per set of ranks that have the same waits."""
 
 from __future__ import annotations
 

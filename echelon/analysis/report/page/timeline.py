@@ -1,7 +1,7 @@
 """Build the timeline: the last operations and spans of every rank, encoded as integers.
 
-Times are in microseconds since a common start. The total number of boxes is limited, so each rank
-shows fewer operations in a larger world.
+Times are in microseconds since a common start. The total number of boxes (drawn operations and
+spans) is limited, so each rank shows fewer operations in a larger world.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def _begin(kept: list[npt.NDArray[Any]]) -> int:
 
 
 def _end(ranks: list[RankEvidence], kept: list[npt.NDArray[Any]], begin: int) -> int:
-    """Return the time at which the ranks were last seen.
+    """Return the time at which the ranks were last observed.
 
-    If the records do not contain that time, return a time after the end of the last box.
+    If the records do not contain this time, return a time after the end of the last box.
     """
     seen = max((facts.seen_ns for facts in ranks), default=0)
     last = max((_last(rows) for rows in kept), default=begin)

@@ -50,7 +50,7 @@ class Divergence:
 
     @property
     def is_complete(self) -> bool:
-        """True once every member of the group has voted."""
+        """True if every member of the group has voted."""
         return sum(map(len, self.sides)) == len(self.lanes.members) + len(self.lanes.strangers)
 
     @property
@@ -87,7 +87,7 @@ def divergence(lanes: Lanes) -> Divergence | None:
 
 
 def _was_harmless(lanes: Lanes, column: int) -> bool:
-    """Return whether all members completed both the differing call and a later one."""
+    """Return whether all members completed both the differing call and a later call."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     return bool(done[column] and done[column + 1 :].any())
 
@@ -99,9 +99,9 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def culprits(found: Divergence) -> tuple[int, ...]:
-    """Return the members that differ from the majority or, in a tie, those of all tied sides.
+    """Return the members that differ from the majority or, in a tie, the members of all tied sides.
 
-    If some members have not voted, the recorded error or the ranks' earlier calls may break the
+    If some members have not voted, the recorded error or the ranks' earlier calls can break the
     tie.
     """
     if not found.is_tie:
@@ -116,7 +116,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_error(found: Divergence) -> tuple[int, ...]:
-    """Return the member that the recorded mismatch errors name, or () unless it is the only one."""
+    """Return the member named in recorded mismatch errors, or () unless exactly one is named."""
     evidence = found.lanes.evidence
     texts = {evidence.error(found.row(member)) for side in found.sides for member in side}
     named = {int(rank) for text in texts for rank in _NAMED.findall(text)}
@@ -125,7 +125,7 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Return the side whose call is new at its call site, or () unless it is the only one."""
+    """Return the side whose call is new at its call site, or () unless exactly one is new."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 

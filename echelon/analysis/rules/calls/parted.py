@@ -20,7 +20,7 @@ _SHIFTS = (1, 2, 3)
 
 
 def find_parted(picture: Picture) -> list[Finding]:
-    """Report the one rank whose calls differ from those of its peers, if any."""
+    """Report the rank whose calls differ from those of its peers, if there is exactly one."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
@@ -84,7 +84,7 @@ def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _words(kind: str, own: Any, other: Any) -> tuple[Cause, str]:
-    """Return the cause and a message template for a kind of difference."""
+    """Return the cause and a text template for a kind of difference."""
     if kind == "swapped":
         return Cause.ORDER_DESYNC, "called {called} before {usual}, not after it"
     if kind == "left out":

@@ -1,7 +1,7 @@
 """Detect input and output sizes that are inconsistent in the same way on all ranks.
 
-The output of an all_gather holds one input per member, and the input of a reduce_scatter holds one
-output per member. Comparing ranks with each other does not reveal this error.
+The output of an all_gather contains one input per member, and the input of a reduce_scatter
+contains one output per member. Comparing ranks with each other does not reveal this error.
 """
 
 from __future__ import annotations

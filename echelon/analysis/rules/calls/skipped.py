@@ -1,7 +1,7 @@
 """Detect a rank whose stream of collectives has slipped because of a skipped or extra call.
 
 After a slip, the same sequence number refers to different calls on different ranks. The signatures
-may still match, for example if all buckets have the same shape. Therefore the step numbers and the
+can still match, for example if all buckets have the same shape. Therefore the step numbers and the
 call sites are compared too (see `slip.py`).
 """
 

@@ -146,7 +146,7 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Detect that only the odd side has exhausted its data loader."""
+    """Detect that only the differing side has exhausted its data loader."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False
@@ -230,9 +230,9 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Return whether a call has never before followed the calls that precede it.
+    """Return whether a call is new in its context, the sequence of calls that precede it.
 
-    The result is None if the preceding calls do not occur earlier in the rank's record.
+    The result is None if the context does not occur earlier in the rank's record.
     """
     keys = _keys(lanes, member)[max(0, column - _LOOK_BACK) : column + 1]
     past, current = keys[:-1], keys[-1]
@@ -271,7 +271,8 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 def silent_slip(lanes: Lanes) -> Slip | None:
     """Return a slip that shows only in call sites or step numbers, or None.
 
-    Call this only if a fault is already evident, because programs may number their steps freely.
+    Call this only if a fault is already evident, because programs are free to number their steps in
+    any way.
     """
     if len(lanes.members) < 2 or not lanes.rows.shape[1]:
         return None

@@ -121,7 +121,7 @@ def _exit_order(facts: RankEvidence) -> int:
 
 
 def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
-    """Lower the confidence in the root, because another rank may have ended before it."""
+    """Lower the confidence in the root, because another rank might have ended before it."""
     others = rank_list([ending.rank for ending in ordered[1:]])
     return root.changed(
         confidence=Confidence.POSSIBLE,
@@ -134,7 +134,7 @@ def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
 
 
 def _later(picture: Picture, endings: list[Ending]) -> Finding:
-    """Report all later endings of the same kind as a single finding."""
+    """Combine later endings that have the same cause into a single finding."""
     first = _describe(picture, endings[0])
     if len(endings) == 1:
         return first
@@ -412,7 +412,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
 
 
 def _reports_of(picture: Picture, rank: int) -> list[str]:
-    """Quote the first error of another rank that reports a lost peer or a timeout, if any."""
+    """Quote another rank's first error line about a lost peer or a timeout, if there is one."""
     for other, facts in picture.evidence.ranks.items():
         row = last_row(facts)
         text = picture.evidence.error(row) if row is not None else ""

@@ -1,6 +1,6 @@
 """Classify errors from torch, NCCL and echelon by their origin.
 
-An error may originate in the rank itself, its memory or its device. Errors caused by a peer, the
+An error can originate in the rank itself, its memory or its device. Errors caused by a peer, the
 network or a watchdog are only consequences. If the type of an exception is ambiguous, its message
 is examined.
 """
@@ -135,7 +135,7 @@ def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how many seconds a rank had waited when Gloo timed out, or 0 if Gloo did not."""
+    """Return how many seconds a rank had waited when Gloo timed out; 0 without a timeout."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 
@@ -146,13 +146,13 @@ def was_cut_by_gloo(stderr: str) -> bool:
 
 
 def cpp_abort(stderr: str) -> str:
-    """Return the line that the C++ runtime logged on aborting a process, or "" if it did not."""
+    """Return the line that the C++ runtime logged when it aborted a process, or "" if none."""
     found = _CPP_ABORT.findall(stderr)
     return found[-1] if found else ""
 
 
 def is_gloos_exit(stderr: str) -> bool:
-    """Return whether Gloo's threads may have aborted a process while it was exiting."""
+    """Return whether Gloo's threads might have aborted a process during the process's exit."""
     line = cpp_abort(stderr)
     return line == _JOINABLE or ("gloo::" in line and was_cut_by_gloo(stderr))
 

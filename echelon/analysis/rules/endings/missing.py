@@ -12,7 +12,7 @@ _LATE_S = 1.0  # how late a rank must have been for a stall that was over before
 
 
 def find_missing(picture: Picture) -> list[Finding]:
-    """Report the ranks that left no readable record as suspects."""
+    """Report, as suspects, the ranks that left no readable record."""
     missing = picture.evidence.missing
     if not missing or not picture.evidence.ranks:
         return []
@@ -72,7 +72,7 @@ def _absent(picture: Picture) -> list[str]:
 def find_unproven(picture: Picture) -> list[Finding]:
     """Report the ranks that are inside operations if no rank appears to be at fault.
 
-    The operations may be stuck, or they may simply be in flight.
+    The operations might be stuck or simply be in flight.
     """
     waiting = tuple(sorted(picture.graph.waiting))
     if picture.streams is None or not waiting:
@@ -95,7 +95,7 @@ def find_unproven(picture: Picture) -> list[Finding]:
 
 
 def _latest_arrival(picture: Picture) -> Finding | None:
-    """Describe the late arrival that cost the most time, which may explain a past stall."""
+    """Describe the late arrival that cost the most time, which might explain a past stall."""
     worst: tuple[int, int, str, int, str] | None = None
     for lanes in picture.lanes:
         found = arrivals(lanes)

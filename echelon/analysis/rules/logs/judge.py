@@ -62,7 +62,7 @@ class Trouble:
 
 
 def find_in_logs(picture: Picture) -> list[Finding]:
-    """Return a single finding, whose cause is `unknown` if the logs do not show one."""
+    """Return a single finding, whose cause is `unknown` if the logs do not show a cause."""
     evidence = picture.evidence
     said = {rank: tuple(messages_in(f.host.stderr_tail)) for rank, f in evidence.ranks.items()}
     job = tuple(messages_in(evidence.job_log))
@@ -311,7 +311,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Suspect ranks whose watchdogs timed out in a different operation from the majority's."""
+    """Suspect ranks whose watchdogs timed out in a different operation from most watchdogs."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -347,7 +347,7 @@ def _nothing(picture: Picture) -> Finding:
 
 
 def _consequences(said: dict[int, tuple[Said, ...]], culprits: tuple[int, ...]) -> tuple[str, ...]:
-    """Quote one message of each kind of consequence, from ranks that are not culprits."""
+    """Quote one log message per kind of consequence, from ranks that are not culprits."""
     lines: dict[str, str] = {}
     for rank, found in said.items():
         for one in found if rank not in culprits else ():

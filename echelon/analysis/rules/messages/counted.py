@@ -1,8 +1,8 @@
 """Compare message counts between ranks that run the same program.
 
-If a ring has wrapped around, it may no longer show that a message was left out, but the number of
-operations is still known. Ranks of one pipeline stage have launched the same number of operations
-when they reach a common collective.
+If a ring has wrapped around, the ring might no longer show that a message was left out, but it
+still shows the number of operations. Ranks of one pipeline stage have launched the same number of
+operations when they reach a common collective.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
 
 
 def _stages(streams: Streams) -> Iterator[list[int]]:
-    """Yield the members of each group that exchange messages, but only with outside ranks."""
+    """For each group without internal messages, yield the members that exchange messages."""
     talks: dict[int, set[int]] = {}
     for rank, facts in streams.evidence.ranks.items():
         is_message = (facts.rows["flags"] & Flag.P2P) > 0

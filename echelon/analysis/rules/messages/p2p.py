@@ -2,8 +2,8 @@
 
 If rank 0 posts an operation for rank 1 while rank 2 posts an operation for rank 0, rank 0 has
 chosen the wrong peer. A receive can never be matched if its peer is itself waiting for the
-receiver. In this case, either the receive is superfluous or a send is missing; the earlier messages
-between the two ranks show which.
+receiver. In this case, either the receive is superfluous or a send is missing. The earlier messages
+between the two ranks show which is the case.
 """
 
 from __future__ import annotations

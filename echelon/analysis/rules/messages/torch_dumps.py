@@ -85,7 +85,7 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the only side that made its call to this peer for the first time, or None."""
+    """Return the only side that has never completed the same call with this peer, or None."""
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None

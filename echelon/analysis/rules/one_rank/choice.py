@@ -1,8 +1,8 @@
 """Determine what a rank is doing while other ranks are waiting for it.
 
-Each test is a small function that takes one rank's evidence and returns a reading or None. The
-tests run from the most specific to the least specific, and the first reading is used. A rank that
-matches no test is assumed to be executing its own code.
+Each test is a small function that takes one rank's evidence and returns a reading (a conclusion
+about the rank) or None. The tests run from the most specific to the least specific, and the first
+reading is used. A rank that matches no test is assumed to be executing its own code.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def read_loss(picture: Picture, rank: int) -> Reading:
 def read_absence(picture: Picture, rank: int) -> Reading:
     """Return the reading for a rank that left no readable record.
 
-    Without an incident, the confidence is low, because the record may have been lost while files
+    Without an incident, the confidence is low, because the record might have been lost while files
     were being copied.
     """
     if picture.evidence.incident.absent.get(rank):

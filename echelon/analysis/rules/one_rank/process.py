@@ -80,7 +80,7 @@ def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that its cgroup's CPU limit throttles at least half of the time."""
+    """Detect a rank that is throttled by its cgroup's CPU limit at least half of the time."""
     share = facts.host.throttled_share
     if share is None or share < THROTTLED_SHARE or facts.host.process_state == "D":
         return None

@@ -21,7 +21,7 @@ STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 def innermost_span(facts: RankEvidence) -> Span | None:
     """Return the innermost open span of the thread that calls the rank's collectives.
 
-    If that thread has no open span, the thread that most recently opened one is used.
+    If that thread has no open span, the thread that most recently opened a span is used.
     """
     if not facts.open_spans:
         return None
@@ -36,7 +36,10 @@ def innermost_span(facts: RankEvidence) -> Span | None:
 
 
 def heartbeat_age_s(facts: RankEvidence) -> float:
-    """Return the age of the Python heartbeat in seconds, or 0 if unknown or still beating."""
+    """Return the age of the Python heartbeat in seconds.
+
+    The result is 0 if the age is unknown or if the heartbeat is still being renewed.
+    """
     beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:
@@ -51,7 +54,7 @@ def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def users_line(facts: RankEvidence) -> Frame | None:
-    """Return the innermost frame of user code on the main thread, or None without a stack."""
+    """Return the main thread's innermost frame of user code; None if no stack was captured."""
     thread = main_thread(facts.host.stacks)
     return users_frame(thread.frames) if thread else None
 
@@ -77,7 +80,7 @@ def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
 
 
 def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Warn if capturing the stacks may have interrupted a system call."""
+    """Warn if capturing the stacks might have interrupted a system call."""
     if facts.host.stacks_from != SIGNAL:
         return ()
     text = (

@@ -1,8 +1,8 @@
 """Compare the source lines of ranks that left no record and are all waiting in collectives.
 
-Ranks at different lines are probably inside different calls. For example, one rank may have left
+Ranks at different lines are probably inside different calls. For example, one rank might have left
 the loop and reached the next barrier. Ranks at the same line are probably inside the same call.
-Source lines are not proof, because two lines may make the same call, and one line may make several
+Source lines are not proof, because two lines can make the same call, and one line can make several
 calls.
 """
 
@@ -71,7 +71,7 @@ def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
 
 
 def _places(picture: Picture) -> dict[Frame, tuple[int, ...]]:
-    """Group the ranks by the line of their collective; return {} if any rank is not in one."""
+    """Group the ranks by the line of their collective; return {} if a rank is in no collective."""
     evidence = picture.evidence
     if evidence.incident.kind != "stall" or evidence.missing or picture.graph.waits:
         return {}

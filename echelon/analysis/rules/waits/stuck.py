@@ -88,7 +88,7 @@ def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int
 def find_all_busy(picture: Picture) -> list[Finding]:
     """Report a stall in which all ranks are computing and no rank is waiting.
 
-    A long compilation, evaluation or preprocessing step looks the same.
+    A long compilation, evaluation or preprocessing step produces the same evidence.
     """
     evidence = picture.evidence
     ranks = evidence.ranks
@@ -194,7 +194,7 @@ def is_left_behind(picture: Picture, wait: Wait) -> bool:
     """Return whether peers completed the operation while the waiting ranks remained in it.
 
     A difference between dumps that were taken at different times does not count. A dead link does
-    not count either, because one side may then complete an operation that the other side cannot.
+    not count either, because one side can then complete an operation that the other side cannot.
     """
     if wait.absent or not wait.completed or picture.is_cut_off(wait):
         return False
@@ -217,7 +217,7 @@ def _began(picture: Picture, ranks: Sequence[int]) -> int:
 def describe_sinks(
     picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int
 ) -> Finding:
-    """Return a finding about ranks stuck for the same reason, starting with rank `shown`."""
+    """Return a finding about ranks stuck for the same reason, with rank `shown` as the example."""
     wait = picture.wait_for(ranks)
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
@@ -308,7 +308,7 @@ def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
 
 
 def wait_line(wait: Wait) -> str:
-    """List the ranks that are inside an operation and those that have not entered it."""
+    """List the ranks inside an operation, and the ranks that have not entered the operation."""
     return (
         f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', "
         f"{rank_list(wait.absent)} not"

@@ -1,6 +1,6 @@
 """Detect operations that every rank has entered but that do not complete.
 
-In that case, the cause is the transport or a device.
+Such an operation is held up by the transport or by a device.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
 
 
 def _world(picture: Picture) -> tuple[str, ...]:
-    """Warn that a rank may be missing if no record states the number of ranks."""
+    """If no record states the number of ranks, warn that a rank might be missing."""
     if not picture.evidence.is_world_inferred:
         return ()
     size = picture.evidence.world_size
@@ -93,7 +93,7 @@ def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
 def _broken(picture: Picture) -> list[Finding]:
     """Report the lost connections that ranks recorded.
 
-    The culprit is the rank at the far end of most lost connections, if one stands out.
+    The culprit is the rank at the far end of most lost connections, if one rank stands out.
     """
     texts = {rank: text for rank, text in _errors(picture).items() if text}
     if not texts:

@@ -52,7 +52,7 @@ def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
     """Split a merged log by the rank named on each line. Lines without a rank have the key -1.
 
     Args:
-        labelled: whether a line may start with a label such as `3: ` or `3| `.
+        labelled: whether a line can start with a label such as `3: ` or `3| `.
     """
     parts: dict[int, list[str]] = {}
     for line in text.splitlines():

@@ -1,6 +1,6 @@
 """Read a folder of torch's flight recorder dumps as evidence.
 
-A dump is recognized by its first bytes, and its rank is the number in the file name. Each host may
+A dump is recognized by its first bytes, and its rank is the number in the file name. Each host can
 have its own subfolder. torch's group names are unique only within a process. If a dump does not
 list a group's members, the members are inferred from the ranks that used the group, and the group
 is marked as `vague`.
@@ -75,7 +75,7 @@ def _choose(path: Path) -> tuple[dict[int, Path], list[str]]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders in a fixed order. Links are ignored."""
+    """Yield the files in a folder and its subfolders in a fixed order, ignoring links."""
     if path.is_file():
         yield path
         return
@@ -103,7 +103,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _looks_like_dump(file: Path) -> bool:
-    """Return whether a file may be one rank's dump, even if it is empty or truncated."""
+    """Return whether a file might be one rank's dump, even if it is empty or truncated."""
     try:
         with file.open("rb") as opened:
             head = opened.read(1)
@@ -113,7 +113,7 @@ def _looks_like_dump(file: Path) -> bool:
 
 
 class TorchLoader:
-    """A loader of torch's dumps that keeps the rows and counters of each file, not its entries."""
+    """A loader of torch's dumps that retains only the rows and counters of each file."""
 
     def __init__(self, tables: Tables | None = None) -> None:
         self.tables = Tables() if tables is None else tables
@@ -182,7 +182,7 @@ def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
 def _regular_size(
     pairs: Sequence[tuple[str, str]], recorded: Mapping[int, Sequence[int]], inside: set[int]
 ) -> int:
-    """Infer the number of ranks from the sizes of the groups; return 0 if it is unclear.
+    """Infer the number of ranks from the sizes of the groups; return 0 if the number is unclear.
 
     Groups with the same description usually split the ranks evenly, so a group that is too small
     reveals a missing rank.
@@ -206,7 +206,7 @@ def _regular_size(
 
 @dataclass(frozen=True, slots=True)
 class TorchRank:
-    """The contents of a rank's file that the loader keeps."""
+    """The contents of a rank's file that the loader retains."""
 
     rank: int
     members: Mapping[str, tuple[int, ...]]

@@ -2,7 +2,7 @@
 
 A pickle can make Python's unpickler call arbitrary functions. Each file is therefore scanned first,
 opcode by opcode. Only opcodes that build dicts, lists, tuples, strings and numbers are accepted. As
-a second barrier, the unpickler cannot look up classes.
+a second safeguard, the unpickler cannot look up classes.
 
 The scan also limits the memory that a file can make this process allocate: strings must lie within
 the file, and memo numbers must be plausible for the file's size.

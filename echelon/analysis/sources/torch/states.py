@@ -1,13 +1,15 @@
 """Determine how far each operation progressed.
 
-| recorder | state | retired |
-|---|---|---|
-| NCCL's and XCCL's own; a hook on a backend that reports completions (`nccl2`) | real |
-  observed to complete, or timed out |
-| Gloo's own up to torch 2.13 | always "scheduled" | ended |
-| torchcomms (`torch.comms`) | always "scheduled" | completed |
-| a hook on a backend that reports no completions (`mpi`, `ucc`, others) | always "scheduled" |
-  called |
+The fields `state` and `retired` of an entry depend on the recorder that wrote it:
+
+- NCCL's and XCCL's own recorders, and a hook on a backend that reports completions (`nccl2`), track
+  the state. `retired` means that the operation was observed to complete or timed out.
+- Gloo's own recorder, up to torch 2.13, always writes the state "scheduled". `retired` means that
+  the operation ended.
+- torchcomms (`torch.comms`) always writes "scheduled". `retired` means that the operation
+  completed.
+- A hook on a backend that reports no completions (`mpi`, `ucc`, others) always writes "scheduled".
+  `retired` means only that the operation was called.
 
 The entries show which recorder wrote them. The name of an operation begins with its backend's name,
 and torchcomms describes a group by its backend. A recorder that tracks states has written at least

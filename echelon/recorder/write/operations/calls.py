@@ -1,6 +1,6 @@
 """Cache the fields of an operation that rarely change at a given call site.
 
-A line of code usually passes the same arguments each time. For each line, the cache holds the
+A line of code usually passes the same arguments each time. For each line, the cache contains the
 callers' positions, the arguments and the packed fields. `Operations` reuses the packed fields if
 nothing has changed, and otherwise calls this module.
 """
@@ -33,7 +33,7 @@ Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], byte
 class Calls:
     """The cached signatures of calls, keyed by the calling line.
 
-    A call is (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
+    A call is a tuple (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
     num_bytes, group, root, peer, tag, coalesced, thread, flags).
     """
 
@@ -53,7 +53,7 @@ class Calls:
         """Return a call's packed fields, and cache them for the calling line.
 
         Args:
-            tails: the packed fields of the same line's earlier calls, keyed by call.
+            tails: the packed fields of earlier calls from the same line, keyed by call.
         """
         if tails is not None:
             try:
@@ -96,7 +96,7 @@ class Calls:
         return tail
 
     def _add(self, key: tuple[Any, ...], is_hashable: bool) -> tuple[int, int]:
-        """Return a call's signature reference and timeout in ms, and cache them if hashable."""
+        """Return a call's signature reference and timeout in ms, and cache both if possible."""
         operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
         signature = self._signatures.add(operation, dtype, reduce_op, shapes, inputs, outputs)
         known = signature, int(timeout_s * 1000) if 0 <= timeout_s <= MAX_TIMEOUT_S else 0

@@ -9,7 +9,7 @@ _I64 = (-(1 << 63), (1 << 63) - 1)
 
 
 def clamped_i64(number: Any) -> int:
-    """Return the nearest signed 64-bit integer.
+    """Return the signed 64-bit integer that is nearest to `number`.
 
     Raises:
         TypeError, ValueError, OverflowError: the argument is not a number.

@@ -1,10 +1,10 @@
 """Write operations in pure Python if the C core was not built.
 
-[Note: why no lock] From version 3.11, CPython with its global lock switches threads only after
-calls and at backward jumps. A sequence of statements without calls and backward jumps is therefore
+[Note: why no lock] CPython 3.11 and later, with the global lock, switches threads only after calls
+and at backward jumps. A sequence of statements without calls and backward jumps is therefore
 atomic. Each change to a slot is made by such a sequence, so threads never overwrite each other's
 data. Rare cases take a lock, for example if a slot's operation has not ended. If the interpreter
-does not guarantee this, `LockedOperations` holds a lock in every method.
+does not guarantee this, `LockedOperations` is used, which holds a lock in every method.
 
 Readers, which are other processes, verify what they read (schema.py, [Note: what makes a slot
 readable]).
@@ -352,7 +352,7 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot if possible; move a pending one out of it first."""
+        """Store an operation in a slot if possible, after moving a pending operation out of it."""
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -370,7 +370,10 @@ class Operations:
         return True
 
     def _keep(self, slot: int) -> bool:
-        """Copy a slot's operation to a slot for retained operations; return whether this worked."""
+        """Copy a slot's operation to the section for retained operations, if possible.
+
+        Return whether the operation was copied.
+        """
         if self._is_moving:
             return False
         self._is_moving = True

@@ -1,4 +1,4 @@
-"""Store each distinct signature (the arguments of an operation) once in `recent`."""
+"""Store each distinct signature (the arguments of an operation) once in the log `recent`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIGNATURE_STRUCT = struct.Struct("<IIIHH")
 
 
 class Signatures:
-    """The entries of `recent` that hold the arguments of operations."""
+    """The entries of `recent` that contain the arguments of operations."""
 
     def __init__(self, ring: Ring) -> None:
         self._texts = ring.texts

@@ -1,1 +1,1 @@
-"""Write the ring file: slots, texts and kept operations."""
+"""Write the ring file: slots, texts and retained operations."""

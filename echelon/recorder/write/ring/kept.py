@@ -1,7 +1,7 @@
 """Preserve pending operations whose slots are about to be reused.
 
 A hung operation in one group must remain recorded while other groups continue. Therefore, the
-operation is moved, with its signature, to a separate place until it ends.
+operation is moved, with its signature, to a separate section of the ring until it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class Kept:
-    """The section of a ring with the kept operations. The caller must hold the writer's lock."""
+    """The section of a ring for retained operations. The caller must hold the writer's lock."""
 
     def __init__(self, memory: Any, live: Any, layout: Layout) -> None:
         self._memory = memory
@@ -48,7 +48,7 @@ class Kept:
         self._stamps = [0] * NUM_KEPT  # of the operation in each place; 0: it is free
 
     def keep(self, slot: int) -> bool:
-        """Copy the operation in `slot` to a free place; return False if no place is free."""
+        """Copy the operation in `slot` to this section; return False if the section is full."""
         if 0 not in self._stamps:
             return False
         at = self._slots_offset + slot * _SLOT_BYTES
@@ -65,13 +65,13 @@ class Kept:
         return True
 
     def started(self, stamp: int, cell: bytes) -> None:
-        """Mark a kept operation as started. An unknown stamp is ignored."""
+        """Mark a retained operation as started. An unknown stamp is ignored."""
         if stamp in self._stamps:
             at = self._at(stamp) + _STATE_OFFSET
             self._memory[at : at + len(cell)] = cell
 
     def ended(self, stamp: int) -> None:
-        """Free the place of a kept operation that has ended. An unknown stamp is ignored."""
+        """Free the slot of a retained operation that has ended. An unknown stamp is ignored."""
         if stamp in self._stamps:
             _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
             self._stamps[self._stamps.index(stamp)] = 0

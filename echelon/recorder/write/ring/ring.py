@@ -123,7 +123,7 @@ class Ring:
         self._when_closed.append(release)
 
     def close(self) -> None:
-        """Unmap the file, but keep it. May be called more than once."""
+        """Unmap the file without deleting it. Repeated calls are safe."""
         if self.map.closed:
             return
         for undo in self._when_closed:

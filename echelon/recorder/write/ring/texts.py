@@ -1,8 +1,8 @@
 """Store the texts of a ring: permanent names, and recent texts that are overwritten later.
 
 See schema.py, [Note: two kinds of texts]. Storing a new text takes a lock. A signal handler or
-finalizer that interrupts the thread holding the lock does not wait; it gets a reference to
-`TABLE_FULL`.
+finalizer that interrupts the thread holding the lock does not wait for the lock. It receives a
+reference to the placeholder `TABLE_FULL` instead.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Texts:
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
-        """Append an entry to `recent`; return its position, or 0 if this interrupts a write."""
+        """Append an entry to `recent`; return its position, or 0 if the call interrupts a write."""
         with self._lock:
             if self._is_writing:
                 return 0
@@ -114,7 +114,10 @@ class Texts:
                 self._is_writing = False
 
     def when_a_part_is_full(self, forget: Callable[[], None]) -> None:
-        """Register a function that drops cached references, called at each quarter of `recent`."""
+        """Register a function that drops cached references to entries of `recent`.
+
+        The function is called each time a quarter of `recent` is full.
+        """
         self._when_a_part_is_full.append(forget)
 
     def _add_name(self, text: str, data: bytes, room: int) -> int:

@@ -8,8 +8,8 @@
 | ECHELON_RECORD_OWNER | the process that records; its children do not record | recorder |
 | ECHELON_RING_DIR | a node-local folder for the rings | user |
 | ECHELON_STALL_TIMEOUT | the stall limit in seconds if there is no agent (default 60) | user |
-| ECHELON_RECORDER_SIZE | the number of operations kept (default 4096); 0: off | user, launcher |
-| ECHELON_RECORDER_SPANS | the number of ended spans kept (default 1024) | user |
+| ECHELON_RECORDER_SIZE | the number of operations stored (default 4096); 0: off | user, launcher |
+| ECHELON_RECORDER_SPANS | the number of ended spans stored (default 1024) | user |
 | ECHELON_STACK_SIGNAL | the signal that makes a rank write its stacks; 0: none | user |
 | ECHELON_FAULTHANDLER | 0: do not handle fatal signals (default 1) | user |
 | ECHELON_ATTEMPT | the number of this attempt | launcher |
@@ -95,10 +95,10 @@ class Settings:
 
 
 def claim_ownership(process: str) -> bool:
-    """Claim ECHELON_RECORD_DIR for `process`; return whether it may record.
+    """Claim ECHELON_RECORD_DIR for `process`; return whether it is allowed to record.
 
-    Only the first process that calls this function may record. The processes that it starts inherit
-    ECHELON_RECORD_OWNER and may not.
+    Only the first process that calls this function is allowed to record. The processes that it
+    starts inherit ECHELON_RECORD_OWNER and must not record.
     """
     return os.environ.setdefault("ECHELON_RECORD_OWNER", process) == process
 
@@ -121,7 +121,7 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _default_signal() -> int:
-    """Return SIGRTMIN+6, since programs often use SIGUSR1 and SIGUSR2; 0 if it does not exist."""
+    """Return SIGRTMIN+6, because programs often use SIGUSR1 and SIGUSR2; 0 if unavailable."""
     first = getattr(signal, "SIGRTMIN", None)
     return 0 if first is None else int(first) + 6
 

@@ -1,11 +1,13 @@
 """List the installed modules that this process has imported, for the launcher's standbys.
 
-The list also contains the environment variables that the program has changed. The list is written
-when the recorder starts, after two steps and after ten seconds, because libraries import many
-modules when the process group is created and in the first steps. Standbys are started after two
-steps, so the list is written before the end of the second step is recorded. Only installed modules
-and echelon's own are listed. The launcher reads the list when it starts a standby (`echelon run
---standby`).
+A standby is a waiting process that has already imported these modules, so that a rank restarts
+quickly (`echelon run --standby`). The launcher reads the list when it starts a standby.
+
+The list contains installed modules, echelon's own modules, and the environment variables that the
+program has changed. It is written when the recorder starts, after two steps and after ten seconds,
+because libraries import many modules when the process group is created and in the first steps.
+Standbys are started after two steps, so the list is written before the end of the second step is
+recorded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Record the pauses of the garbage collector separately from other spans.
 
 Every collection is counted in the live words. A collection that takes at least a millisecond is
-also kept as a `gc` span. Collections do not count as progress.
+also recorded as a `gc` span. Collections do not count as progress.
 
-The callback may interrupt any thread, even inside the recorder. Therefore, it takes no lock and
+The callback can interrupt any thread, even inside the recorder. Therefore, it takes no lock and
 stores no new texts. The C core has its own callback, because some programs collect garbage hundreds
 of times per second.
 """
@@ -40,7 +40,7 @@ class GarbagePauses:
         gc.callbacks.append(self._callback)
 
     def stop(self) -> None:
-        """Unregister from the garbage collector. May be called more than once."""
+        """Unregister from the garbage collector. Repeated calls are safe."""
         if self._callback in gc.callbacks:
             gc.callbacks.remove(self._callback)
 

@@ -1,8 +1,8 @@
 """Choose the location of a ring, by default on a local file system.
 
 A ring on a network file system would be unavailable if the network failed. If the rank's folder is
-on a local file system without copy-on-write, it contains the ring. Otherwise, the ring is in the
-node's temporary folder, and the rank's folder contains a link `ring`. ECHELON_RING_DIR selects
+on a local file system without copy-on-write, the ring is in this folder. Otherwise, the ring is in
+the node's temporary folder, and the rank's folder contains a link `ring`. ECHELON_RING_DIR selects
 another folder. After the process has ended, `bring_home` replaces the link with the file.
 """
 
@@ -32,7 +32,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location of a rank's ring, and the reason for it."""
+    """The location of a rank's ring, and the reason for this choice."""
 
     ring: Path
     rank_dir: Path
@@ -44,7 +44,7 @@ class Place:
         return self.ring.parent != self.rank_dir
 
     def make(self) -> Path:
-        """Create the ring's folder and the link to it, if needed; return the path of its file.
+        """Create the ring's folder and the link to it, if needed; return the path of the ring file.
 
         Raises:
             FileExistsError: the rank's folder already contains a ring.
@@ -101,7 +101,7 @@ def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
 def bring_home(rank_dir: Path) -> bool:
     """Replace a link to a ring with the ring itself; return False if there was no link.
 
-    Call this function after the process has ended. Attached readers keep their mappings.
+    Call this function after the process has ended. The mappings of attached readers remain valid.
 
     Raises:
         OSError: the ring cannot be moved; the link and the file are unchanged.

@@ -241,7 +241,7 @@ def _why_not(number: int) -> str:
 def _chain_hooks(recorder: Recorder) -> None:
     """Install hooks that record uncaught exceptions and then call the existing hooks.
 
-    If several threads fail, only the first exception is kept.
+    If several threads fail, only the first exception is recorded.
     """
     before, thread_before, unraisable_before = (
         sys.excepthook,
