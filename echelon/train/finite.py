@@ -30,8 +30,8 @@ class NonFinite:
     """The location of infinite or NaN gradients; the same on all ranks.
 
     Attributes:
-        rank: the lowest global rank that holds such a gradient, in its shard or its stage. Another
-            rank may have computed the gradient, before the reduction.
+        rank: the lowest global rank that holds such a gradient in its shard or its stage. A
+            different rank might have computed the gradient before the reduction.
         parameter: the first parameter on that rank, in the model's order, that has such a gradient.
         ranks: all ranks that hold such a gradient.
 
@@ -50,8 +50,9 @@ class NonFinite:
 class FiniteGuard:
     """A guard that clips gradients and skips the optimizer's step if their norm is not finite.
 
-    A gradient scaler skips overflows itself. With a scaler, call the guard only if `unscale_`
-    returned True, so that steps in which the scale is still adapting are not counted.
+    A gradient scaler already skips steps whose gradients overflow. With a scaler, call the guard
+    only if `unscale_` returned True, so that steps in which the scale is still adapting are not
+    counted.
 
     Args:
         model: the sharded model, or this rank's stages or pipeline.

@@ -22,8 +22,8 @@ def fingerprint(model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | 
     """Return the SHA-256 of a model's parameters and buffers, and of its optimizer's state.
 
     Equal values give equal fingerprints on any number of ranks, whether the model is replicated,
-    sharded or split into stages. For a sharded model or a pipeline, the call is collective and
-    assembles one parameter at a time.
+    sharded or split into stages. For a sharded model or a pipeline, the call is collective.
+    Parameters are assembled one at a time.
 
     Args:
         model: the model, which may be sharded by `fully_shard`, or a pipeline whose stages have the

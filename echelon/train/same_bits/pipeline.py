@@ -1,8 +1,9 @@
 """Train a pipeline to weights that are bitwise identical to those of a single process.
 
-Each stage sums the gradients of its micro-batches, over its replicas or shards, in the order of the
-canonical tree. The RNG state is sent with the activations. The norm is summed over the parameters
-in the order of their names, and does not depend on where the model is split.
+Each stage sums the gradients of its micro-batches over its replicas or shards in the order of the
+canonical tree, which is the same for every layout. The RNG state is sent with the activations. The
+norm is summed over the parameters in the order of their names, and does not depend on where the
+model is split.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Take = Callable[[int, Stage, list[Taken]], None]
 
 
 class SameBitsPipeline:
-    """Pipeline training steps whose gradients, losses and norms do not depend on the layout.
+    """A wrapper of a pipeline that makes gradients, losses and norms independent of the layout.
 
     Weights, losses and norms have the same bits as those of `SameBits` on the whole model, for any
     number of stages, replicas and shards. Creating this object is collective.
@@ -141,7 +142,7 @@ class SameBitsPipeline:
 
         Raises:
             NotReproducibleError: at the first step, a micro-batch gave different bits when it was
-                computed again or on another replica.
+                recomputed, or computed on another replica.
             ValueError: a forward pass changed a buffer; also raised in the cases listed for
                 `Pipeline.step`.
             CollectiveError: a rank was lost or did not join.
@@ -164,9 +165,9 @@ class SameBitsPipeline:
         return self.mean(losses)
 
     def mean(self, values: Sequence[float]) -> float:
-        """Average one value per micro-batch, such as a metric, in the order of the canonical tree.
+        """Average one value per micro-batch, such as a metric, in a fixed order of additions.
 
-        Collective over all ranks of the pipelines; the result has the same bits on every rank.
+        Collective over all ranks of the pipelines. The result has the same bits on every rank.
 
         Args:
             values: on the last stage's rank, the values of this pipeline's micro-batches, in order
@@ -289,7 +290,7 @@ class _Listener:
         seed: the seed of the run.
         step: the number of the optimizer step.
         numbers: the numbers of the micro-batches in this batch.
-        gradients: the gradients of each stage, keyed by its index.
+        gradients: the gradients of each stage, keyed by stage index.
         replicas: the ranks that run the same stages.
         take: a function that is called with a micro-batch's number, a stage and the complete
             gradients.

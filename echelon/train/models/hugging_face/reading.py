@@ -32,8 +32,8 @@ def load_pretrained(
 ) -> Transformer:
     """Load the whole model from a `transformers` folder. Collective if a world exists.
 
-    If the whole model is too large for one rank, create it on the meta device and shard it;
-    `load_weights` then fills the shards.
+    If the whole model is too large for one rank, create it on the meta device, shard it, and fill
+    the shards with `load_weights`.
 
     Args:
         folder: a folder that contains config.json and safetensors files; see `read_config` for the
@@ -74,12 +74,12 @@ def load_weights(
 ) -> None:
     """Fill a model in place from a `transformers` folder. Collective if a world exists.
 
-    Every rank loads what it holds: the whole model, its shards (`fully_shard`, DTensors), or its
-    stage. Data that several ranks need is read once and sent to the others, in windows of at most
-    64 MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
+    Every rank loads its part: the whole model, its shards (`fully_shard`, DTensors), or its stage.
+    Data that several ranks need is read once and sent to the other ranks, in windows of at most 64
+    MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
     Floating-point values are converted to the model's dtype. An error while tensors are being read
     leaves the model partly filled; all other errors are detected earlier. Ranks wait for each
-    other, at most for the world's timeout.
+    other for at most the world's timeout.
 
     Args:
         folder: a folder that contains config.json and safetensors files; see `read_config` for the

@@ -45,7 +45,7 @@ class _How:
     """The options for writing a model.
 
     Raises:
-        ValueError: a file cannot have this dtype or size, or a key is not allowed in config.json.
+        ValueError: the dtype or the size limit is invalid, or a key is not allowed in config.json.
     """
 
     dtype: torch.dtype | None
@@ -72,9 +72,9 @@ def save_pretrained(
     """Write a model in the format of `transformers`: config.json and safetensors. Collective.
 
     A model that is distributed (by `fully_shard`, as DTensors, or in stages) is first saved as a
-    checkpoint inside the folder, which temporarily takes twice the space. Rank 0 then writes one
-    tensor at a time, and the other ranks wait, at most for the world's timeout. Other files in the
-    folder, such as those of a tokenizer, are kept.
+    checkpoint inside the folder, which temporarily doubles the disk space. Rank 0 then writes one
+    tensor at a time, and the other ranks wait for at most the world's timeout. Other files in the
+    folder, such as those of a tokenizer, are left unchanged.
 
     Args:
         model: a `Transformer` or this rank's stage of one, which may be wrapped.
@@ -126,8 +126,8 @@ def convert(
     """Write a checkpoint's model in the format of `transformers`, in a single process.
 
     Args:
-        checkpoint: the checkpoint's folder, or one version in that folder; it may have been saved
-            by any number of ranks.
+        checkpoint: the checkpoint's folder, or one version in that folder, saved by any number of
+            ranks.
         folder: the folder to write; created if it does not exist.
         config: the model's config.
         key: the checkpoint's entry for the module; None means the only module in the checkpoint.
