@@ -1,4 +1,4 @@
-"""Checkpoint activations: discard some in the forward pass, recompute them in the backward pass.
+"""Recompute activations in the backward pass instead of storing them in the forward pass.
 
     full         a block stores only its inputs, and the backward pass repeats the block's forward
                  pass. This requires memory for every block's inputs and one block's activations,

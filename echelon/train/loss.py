@@ -48,7 +48,7 @@ def chunked_cross_entropy(
 
     Args:
         hidden: [..., C], the input of the head.
-        weight: [V, C], the weight of the head, which may be shared with the embedding.
+        weight: [V, C], the weight of the head, possibly shared with the embedding.
         targets: the target tokens: [...], int64.
         ignore_index: tokens with this target are excluded from the loss and from the mean.
         reduction: "sum", or "mean" over the tokens that are not ignored (NaN if all are ignored, as

@@ -108,7 +108,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 def build(kind: type[T], values: Mapping[str, Any]) -> T:
     """Build a dataclass from nested dicts.
 
-    A field's metadata may limit a number: `least` is an inclusive lower bound, and `above` is an
+    A field's metadata can limit a number: `least` is an inclusive lower bound, and `above` is an
     exclusive lower bound.
 
     Raises:

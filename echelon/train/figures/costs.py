@@ -29,7 +29,7 @@ class Moment:
 
     @classmethod
     def now(cls, time_s: float) -> Moment:
-        """Return the calling thread's current totals, with `time_s` as the time on the clock."""
+        """Return the calling thread's current waiting times together with the time `time_s`."""
         return cls(time_s, spent.spans_ns.get("data_wait", 0) / 1e9, spent.collectives_s)
 
     def __sub__(self, other: Moment) -> Moment:

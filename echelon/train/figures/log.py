@@ -34,7 +34,7 @@ _FULL_PRECISION = ("loss", "gradient_norm", "learning_rate")  # the others: six 
 
 
 class FigureLog:
-    """A log of a run's figures, as a file with one JSON line per step and in additional writers.
+    """A log that writes a run's figures to a file, one JSON line per step, and to other writers.
 
     A resumed run first removes the lines of steps after `first_step` and then appends. A full disk
     or any other failure of the file or a writer is reported once and never stops the training.

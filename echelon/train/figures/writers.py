@@ -49,8 +49,8 @@ class TensorBoardWriter:
 
     Args:
         folder: the folder of the event files.
-        first_step: the number of steps completed before this run. TensorBoard hides an earlier
-            run's later steps.
+        first_step: the number of steps completed before this run. TensorBoard hides any later
+            steps that an earlier run logged.
 
     Raises:
         ImportError: torch or tensorboard is not installed.

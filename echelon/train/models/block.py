@@ -35,7 +35,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
         """Attend from each position to itself and earlier positions: [B, T, C] -> [B, T, C].
 
-        A `mask` selects the positions instead.
+        If a `mask` is passed, it selects the positions instead.
 
         Args:
             x: the features of all positions.
@@ -111,5 +111,5 @@ class Block(nn.Module):
 
 
 def _residual_std(config: ModelConfig) -> float:
-    """Return the initial std, as in GPT-2, of layers that write to the residual stream."""
+    """Return the initial std of the weights that write to the residual stream, as in GPT-2."""
     return INIT_STD / math.sqrt(2 * config.layers)

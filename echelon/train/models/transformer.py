@@ -98,7 +98,7 @@ class Transformer(nn.Module):
         return make_plan(self.config)
 
     def num_parameters(self) -> int:
-        """Return the number of weights, which may be sharded; tied weights count once."""
+        """Return the number of weights in the whole model; tied weights count once."""
         return self.config.num_parameters()
 
     def flops_per_token(self) -> int:
@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         return self.config.flops_per_token()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or convert the weights, and keep tied weights tied."""
+        """Move or convert the weights, and preserve the ties between weights."""
         tied = self.head.weight is self.token.weight
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if tied:
@@ -160,7 +160,7 @@ def run(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return the mask that keeps attention within documents: bool [B, 1, T, T].
+    """Return the mask that restricts attention to single documents: bool [B, 1, T, T].
 
     A position can attend only to itself and to earlier positions of its own document.
     """

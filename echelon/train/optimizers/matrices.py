@@ -106,7 +106,7 @@ class Bucket:
     def _one_round(
         self, matrices: Sequence[Matrix], dtype: torch.dtype, *, is_mine: bool
     ) -> Tensor:
-        """Return this rank's shards of the results, or uninitialized memory if not `is_mine`."""
+        """Return this rank's shards of the results; their values are undefined unless `is_mine`."""
         # A replica's momentum moves in every round, whichever rank computes.
         parts = [matrix.momentum().reshape(-1).to(self.device, dtype) for matrix in matrices]
         sent = torch.cat(parts)

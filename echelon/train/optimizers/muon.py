@@ -5,7 +5,7 @@ factor. The update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large a
 so that both optimizers can share a learning rate and a decoupled weight decay (Liu et al. 2025,
 "Muon is Scalable for LLM Training"). Torch's own AdamW function trains all other parameters.
 
-Muon needs full matrices, not shards. The momentum is kept in shards, like AdamW's state. In each
+Muon needs full matrices, not shards. The momentum is stored in shards, like AdamW's state. In each
 step, each matrix is assembled on one rank, which computes the update for all ranks (`matrices.py`).
 If tensor parallelism splits a matrix, that rank and the other ranks of its group on axis "tp"
 assemble the matrix from its slices. Except for the rounding of the gradients, the results equal
@@ -177,7 +177,11 @@ class Muon(Optimizer):
         return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
 
     def _compute(self, group: dict[str, Any], parameter: Tensor, matrix: Tensor) -> Tensor:
-        """Return a matrix's orthogonal factor; for a slice, return only that slice of the factor."""
+        """Return a matrix's orthogonal factor.
+
+        If `matrix` is a slice of a larger matrix, return the same slice of that matrix's factor. In
+        this case, the call is collective across the tensor-parallel group.
+        """
         part, ranks = slice_of(parameter), self._tensor_group
         if part is None or ranks is None:
             return orthogonalize(matrix, group["num_iterations"])

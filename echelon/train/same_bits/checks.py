@@ -1,4 +1,4 @@
-"""Reject training setups whose results are not bitwise identical on all numbers of ranks."""
+"""Reject training setups whose results depend on the number of ranks or are not reproducible."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def no_collectives(group: ProcessGroup) -> Iterator[None]:
     """Raise an error if a collective on the world or on `group` is called inside the context.
 
     Raises:
-        ValueError: a collective was called. Its result would depend on the number of ranks.
+        ValueError: a collective was called, whose result would depend on the number of ranks.
     """
     groups = list(dict.fromkeys([dist.world(), group]))
     before = [one.num_collectives for one in groups]

@@ -27,7 +27,7 @@ class Gradients:
     """The gradients of a module on one rank. Creating this object is collective.
 
     Args:
-        module: a model, or one stage of a pipeline; it may be sharded.
+        module: a model or one stage of a pipeline, optionally sharded.
         group: the ranks across which the micro-batches are split.
         runs: each rank's range of micro-batches.
 
@@ -55,7 +55,7 @@ class Gradients:
         """Check that no parameter has started to require gradients since this object was created.
 
         Raises:
-            ValueError: a parameter has started to require gradients, or was added.
+            ValueError: a parameter has started to require gradients, or a parameter was added.
         """
         known = {id(one) for _, one in self._trained}
         for name, parameter in self._module.named_parameters():
@@ -89,11 +89,11 @@ class Gradients:
             vector.drop()
 
     def take(self) -> list[Taken]:
-        """Move the gradients of a micro-batch, or of half its backward pass, out of `.grad`."""
+        """Move the gradients of a full or half backward pass of one micro-batch out of `.grad`."""
         return [vector.take() for vector in self._vectors]
 
     def add(self, number: int, taken: list[Taken]) -> None:
-        """Add one micro-batch's gradients, and reuse their memory; the order of calls is free."""
+        """Add one micro-batch's gradients, and reuse their memory. Calls can be in any order."""
         for sums, one in zip(self._sums, taken, strict=True):
             sums.add(number, one)
 
@@ -148,7 +148,7 @@ class Gradients:
 
 
 class _Sums:
-    """The sums of one vector's gradients over a range of micro-batches, in canonical order."""
+    """The partial sums of one vector's gradients over a range of micro-batches."""
 
     def __init__(self, run: Run, num_parameters: int) -> None:
         self._run = run

@@ -46,7 +46,7 @@ Take = Callable[[int, Stage, list[Taken]], None]
 
 
 class SameBitsPipeline:
-    """A wrapper of a pipeline that makes gradients, losses and norms independent of the layout.
+    """A wrapper around a pipeline that makes gradients, losses and norms independent of the layout.
 
     Weights, losses and norms have the same bits as those of `SameBits` on the whole model, for any
     number of stages, replicas and shards. Creating this object is collective.
@@ -165,7 +165,7 @@ class SameBitsPipeline:
         return self.mean(losses)
 
     def mean(self, values: Sequence[float]) -> float:
-        """Average one value per micro-batch, such as a metric, in a fixed order of additions.
+        """Average one value per micro-batch, such as a metric, adding the values in a fixed order.
 
         Collective over all ranks of the pipelines. The result has the same bits on every rank.
 
@@ -315,7 +315,7 @@ class _Listener:
 
     @contextlib.contextmanager
     def random(self, stage: Stage, microbatch: int, state: torch.Tensor | None) -> Iterator[None]:
-        """See `echelon.dist.pipeline.execute.separate.Listener`."""
+        """Set the RNG state for a forward pass, and restore the previous state afterwards."""
         device = stage.device or torch.device("cpu")
         if state is None:
             drawn = micro_batch_random(self._seed, self._step, self._numbers[microbatch], device)
@@ -325,11 +325,11 @@ class _Listener:
             yield
 
     def random_state(self, stage: Stage) -> torch.Tensor:
-        """See `echelon.dist.pipeline.execute.separate.Listener`."""
+        """Return the state of the random generators, for the next stage."""
         return random_state(stage.device or torch.device("cpu"))
 
     def computed(self, stage: Stage, microbatch: int, *, is_complete: bool) -> None:
-        """See `echelon.dist.pipeline.execute.separate.Listener`."""
+        """Collect a stage's gradients after a full or half backward pass."""
         taken = self._gradients[stage.index].take()
         key = stage.index, microbatch
         if key in self._halves:

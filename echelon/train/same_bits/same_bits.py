@@ -37,13 +37,13 @@ Compute = Callable[[int], torch.Tensor]
 
 
 class SameBits:
-    """A wrapper of a model that makes gradients and losses independent of the number of ranks.
+    """A wrapper around a model that makes gradients and losses independent of the number of ranks.
 
     Creating a `SameBits` is collective, because unsharded parameters and buffers are copied from
     the group's first rank.
 
     Args:
-        model: the model, which may be sharded by `fully_shard` among ranks of `group`.
+        model: the model, optionally sharded by `fully_shard` among ranks of `group`.
         optimizer: the optimizer of the model's parameters.
         micro_batches: the number of micro-batches per step, over all ranks. The bits depend on this
             number, but not on the number of ranks.
@@ -144,7 +144,7 @@ class SameBits:
         return self._mean(gradients.reduce(losses))
 
     def mean(self, values: list[float]) -> float:
-        """Average one value per micro-batch, such as a metric, in a fixed order of additions.
+        """Average one value per micro-batch, such as a metric, adding the values in a fixed order.
 
         Collective. The result has the same bits on every rank.
 

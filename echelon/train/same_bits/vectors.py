@@ -1,4 +1,4 @@
-"""Reduce the gradients of several parameters as one vector, for full or sharded parameters."""
+"""Reduce the gradients of several full or sharded parameters as one vector."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def load_weights(
     Args:
         folder: a folder that contains config.json and safetensors files; see `read_config` for the
             supported models.
-        model: a `Transformer` or a stage of one, which may be wrapped.
+        model: a `Transformer` or a stage of a `Transformer`, optionally wrapped.
         ignore: keys of config.json that are unknown to echelon and do not affect what the model
             computes.
 
@@ -120,7 +120,7 @@ def _is_first(peers: Peers) -> bool:
 
 
 def config_of(model: nn.Module) -> ModelConfig:
-    """Return the config of a model, which may be wrapped, or of a rank's stages.
+    """Return the config of a model (wrapped or not) or of a rank's stages.
 
     Raises:
         ValueError: the module is not one of echelon's models.

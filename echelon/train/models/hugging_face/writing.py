@@ -72,12 +72,12 @@ def save_pretrained(
     """Write a model in the format of `transformers`: config.json and safetensors. Collective.
 
     A model that is distributed (by `fully_shard`, as DTensors, or in stages) is first saved as a
-    checkpoint inside the folder, which temporarily doubles the disk space. Rank 0 then writes one
-    tensor at a time, and the other ranks wait for at most the world's timeout. Other files in the
-    folder, such as those of a tokenizer, are left unchanged.
+    checkpoint inside the folder, which temporarily doubles the required disk space. Rank 0 then
+    writes one tensor at a time, and the other ranks wait for at most the world's timeout. Other
+    files in the folder, such as those of a tokenizer, are left unchanged.
 
     Args:
-        model: a `Transformer` or this rank's stage of one, which may be wrapped.
+        model: a `Transformer` or this rank's stage of a `Transformer`, optionally wrapped.
         folder: the folder to write, on a file system that all hosts share; created if it does not
             exist.
         dtype: the dtype in which the weights are stored; None means the dtype of the model's
@@ -195,7 +195,7 @@ def _stored(tensor: Tensor) -> StoredTensor:
 
 
 class _Writer:
-    """A converter that produces the tensors of `transformers` one at a time."""
+    """A converter that produces tensors in the format of `transformers`, one at a time."""
 
     def __init__(
         self,
