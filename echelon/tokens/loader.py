@@ -83,7 +83,7 @@ class _Position:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A batch that is being read, and the loader's position after the caller has received it."""
+    """A batch that is being read, and the loader's position after this batch."""
 
     batch: Future[Batch]
     after: _Position

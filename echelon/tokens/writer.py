@@ -65,7 +65,7 @@ class ShardWriter:
             size determines whether tokens are stored as uint8, uint16 or uint32.
         tokenizer: the tokenizer's name, which is stored in the index for readers.
         end_of_document: the token to write after each document; with None, no token is written.
-        shard_tokens: the number of tokens per shard; the last shard may have fewer.
+        shard_tokens: the number of tokens per shard; the last shard can have fewer.
 
     Raises:
         ValueError: the folder exists, its parent does not, or a size is invalid.
