@@ -156,7 +156,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Launch the operations called inside the block together, and wait for them when it ends.
+        """Launch the operations called inside the block together, and wait for all of them.
 
         If the block raises an exception, no operations are launched on a device. If an operation
         was called before the exception, the group also ends, because other ranks might have
@@ -192,8 +192,8 @@ class ProcessGroup(Collectives, PointToPoint):
     ) -> ProcessGroup | None:
         """Split the group; ranks with equal `color` form a new group, ordered by `key` and rank.
 
-        Every member must call this method. It returns this rank's new group, or None if `color` is
-        None.
+        Every member must call this method. The method returns this rank's new group, or None if
+        `color` is None.
 
         Raises:
             TypeError: `color` or `key` is not an integer.
@@ -250,7 +250,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
         The method takes at most 1 s and does not contact other ranks. Operations on other ranks
         that still need this rank raise PeerLostError. A signal handler can close the group during
-        one of the group's calls. In that case, the call ends.
+        one of the group's calls. In that case, the call raises CollectiveError.
         """
         self._state.close()
 

@@ -25,7 +25,8 @@ _SET_BY_USER = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHO
 def keep() -> bool:
     """Ask glibc to retain freed memory; return whether glibc accepted the settings.
 
-    Settings in the program's environment take precedence. Other C libraries are not supported.
+    Settings in the program's environment take precedence. The function has no effect on other C
+    libraries.
     """
     if any(name in os.environ for name in _SET_BY_USER):
         return False

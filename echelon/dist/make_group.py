@@ -54,7 +54,7 @@ class GroupMaker:
         self._may_end = False
 
     def watch_members(self) -> None:
-        """Declare that `end` might be called, so that group creation checks for this."""
+        """Make group creation check whether `end` has been called."""
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
@@ -109,7 +109,7 @@ class GroupMaker:
                 identities first; the death of a member during this exchange is not detected.
 
         Raises:
-            ValueError: the backend cannot run here.
+            ValueError: the backend cannot run on this host.
             CollectiveTimeoutError: some members did not join within `timeout_s`.
             PeerLostError: a member died while the group was being created.
         """

@@ -268,7 +268,8 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
 def leave_groups() -> None:
     """Close all groups and agreements within about 1 s, but stay connected to the store.
 
-    Until `regroup` creates a new world, `world` returns the closed group.
+    For agreements, see `agree_on_calls`. Until `regroup` creates a new world, `world` returns the
+    closed group.
 
     Raises:
         ValueError: there is no world.
@@ -388,7 +389,9 @@ def job_store() -> TCPStore | MemoryStore:
 
 
 def agree_on_calls(what: str) -> Agreement:
-    """Create an agreement among all ranks without blocking. Every rank must call this function.
+    """Create an agreement, which makes a request of one rank take effect on all ranks together.
+
+    Every rank must call this function. The call does not block.
 
     Args:
         what: the subject of the agreement, for errors and spans. The n-th call with a given subject
@@ -404,7 +407,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first, and raise any exception of `action` at the end."""
+    """Make `shutdown` call `action` first; an exception from `action` is raised at the end."""
     _before_shutdown.append(action)
     return action
 

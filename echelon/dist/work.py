@@ -1,4 +1,4 @@
-"""Define the handle of an operation that may still be running."""
+"""Define the handle of an operation that might still be running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """The handle of an operation that may still be running.
+    """The handle of an operation that might still be running.
 
     Attributes:
         operation: the operation that was called.

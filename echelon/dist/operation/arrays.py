@@ -126,7 +126,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def is_numeric(dtype: str) -> bool:
-    """Return whether arrays of a dtype can be reduced as well as copied."""
+    """Return whether arrays of a dtype can be reduced, in addition to being copied."""
     return dtype in _NUMERIC
 
 
@@ -242,7 +242,10 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
 
 
 def _device_index(device: Any) -> int:
-    """Return a device's index on this host. JAX's `id` is an index across all processes instead."""
+    """Return a device's index on this host.
+
+    JAX's `id` is not used, because it is an index across all processes.
+    """
     local = getattr(device, "local_hardware_id", None)
     return int(getattr(device, "id", 0) if local is None else local)
 

@@ -92,7 +92,7 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """True for an operation between two ranks: a send, a receive or the opening of a channel."""
+        """True for a send, a receive or the opening of a channel, which involve only two ranks."""
         return self.peer != -1
 
     @property
