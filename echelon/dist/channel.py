@@ -1,7 +1,7 @@
 """Provide independent, ordered connections between two ranks.
 
-A negative tag, which user messages cannot have, identifies a channel. The two ends agree on the tag
-through the store, so neither end waits for the other.
+Each channel is identified by a negative tag, which user messages cannot have. The two ends agree on
+the tag through the store, so neither end waits for the other end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChannelTags:
         """Return a channel's tag, which is the same at both ends.
 
         Raises:
-            StoreError: the store does not answer.
+            StoreError: the store does not respond.
         """
         with self._lock:
             tag = self._known.get((peer, name))
@@ -51,7 +51,7 @@ class Channel:
 
     Host arrays and device arrays are ordered separately: in each direction, the arrays of one kind
     arrive in the order in which they were sent. A message that is not received never blocks
-    collectives, tags or other channels.
+    collectives, messages with other tags, or other channels.
 
     Attributes:
         peer: the rank within the group at the other end.
@@ -71,9 +71,9 @@ class Channel:
         """Connect both directions before the first message, for arrays on the device of `like`.
 
         The method blocks until the other end opens the channel or uses it in both directions, or
-        until the timeout. A rank with several channels should open all of them with `async_op`
-        before it waits. For host arrays, the method returns immediately. If `open` is not called,
-        the first message in each direction connects that direction.
+        until the timeout expires. A rank with several channels should open all of them with
+        `async_op` before it waits. For host arrays, the method returns immediately. If `open` is
+        not called, the first message in each direction connects that direction.
 
         Args:
             like: an array on the device; it is neither read nor written.
@@ -92,8 +92,8 @@ class Channel:
     def send(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Send `x` to the other end, which must receive it with the same dtype and size.
 
-        The call may return before the other end has called `recv`. Once the operation has ended,
-        `x` may be modified.
+        The call can return before the other end has called `recv`. After the operation has ended,
+        the caller can modify `x`.
 
         Args:
             x: an array of any shape.

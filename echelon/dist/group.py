@@ -28,9 +28,9 @@ class ProcessGroup(Collectives, PointToPoint):
     """A set of ranks that communicate. Use `init`, `new_group` or `split` to create a group.
 
     All operations except `send` and `recv` are collective: all members must make the same calls in
-    the same order. Arrays may be NumPy arrays, torch tensors, CuPy arrays or other DLPack arrays,
+    the same order. Arrays can be NumPy arrays, torch tensors, CuPy arrays or other DLPack arrays,
     and must be contiguous. Results are written in place. `root`, `to` and `source` are ranks within
-    the group. Calls raise
+    the group. Calls raise:
 
     * ValueError, before anything is sent, if an argument is not supported;
     * CollectiveMismatchError, on every rank, if members made different calls;
@@ -39,7 +39,7 @@ class ProcessGroup(Collectives, PointToPoint):
     * PeerLostError, if a member died or left.
 
     After any of the last three errors, the group can no longer be used, and later calls raise an
-    error that mentions the first error. Several threads may make calls at the same time, but the
+    error that mentions the first error. Several threads can make calls at the same time, but the
     order of the calls must be the same on all ranks. With `async_op=True`, a call returns a `Work`
     immediately, and `Work.wait` raises the errors.
 
@@ -156,11 +156,11 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Launch the operations called inside the block together, and wait for them at its end.
+        """Launch the operations called inside the block together, and wait for all of them.
 
         If the block raises an exception, no operations are launched on a device. If an operation
-        was called before the exception, the group also ends, because other ranks may have launched
-        their operations.
+        was called before the exception, the group also ends, because other ranks might have
+        launched their operations.
         """
         if self._batch() is not None:
             raise ValueError("coalesce() cannot be nested")
@@ -192,8 +192,8 @@ class ProcessGroup(Collectives, PointToPoint):
     ) -> ProcessGroup | None:
         """Split the group; ranks with equal `color` form a new group, ordered by `key` and rank.
 
-        Every member must call this method. It returns this rank's new group, or None if `color` is
-        None.
+        Every member must call this method. The method returns this rank's new group, or None if
+        `color` is None.
 
         Raises:
             TypeError: `color` or `key` is not an integer.
@@ -215,7 +215,7 @@ class ProcessGroup(Collectives, PointToPoint):
     def channel(self, peer: int, name: str) -> Channel:
         """Return an independent, ordered channel to another rank.
 
-        Both ends must call this method, but neither end waits for the other. The first use of a
+        Both ends must call this method, but neither end waits for the other end. The first use of a
         name accesses the store. The same name always refers to the same channel. A channel carries
         both host and device arrays; `Channel.open` prepares it for a device.
 
@@ -225,7 +225,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
         Raises:
             ValueError: `peer` is not a rank of the group or is this rank, or the name is empty.
-            StoreError: the store does not answer.
+            StoreError: the store does not respond.
         """
         peer = self._check_peer(peer, "peer")
         if not isinstance(name, str) or not name:
@@ -239,7 +239,7 @@ class ProcessGroup(Collectives, PointToPoint):
     def abort(self) -> None:
         """End the group on all ranks; waiting operations raise CollectiveError.
 
-        The method may be called on any thread and in a signal handler. It returns within 1 s,
+        The method can be called on any thread and in a signal handler. It returns within 1 s
         without contacting other ranks.
         """
         if not self._state.is_closed and not self._state.is_foreign:
@@ -249,8 +249,8 @@ class ProcessGroup(Collectives, PointToPoint):
         """End the group on this rank and release its resources. Calling this twice is safe.
 
         The method takes at most 1 s and does not contact other ranks. Operations on other ranks
-        that still need this rank raise PeerLostError. A signal handler may close the group during
-        one of the group's calls; that call then ends.
+        that still need this rank raise PeerLostError. A signal handler can close the group during
+        one of the group's calls. In that case, the call raises CollectiveError.
         """
         self._state.close()
 

@@ -1,11 +1,11 @@
-"""Make the C library keep freed memory between training steps.
+"""Make the C library retain freed memory between training steps.
 
 Training on the CPU allocates and frees hundreds of megabytes in every step. By default, glibc
-returns much of this memory to the system, and every page is then faulted in and zeroed again. With
-85M parameters, this took a sixth of the step's CPU time (see docs/benchmarks/sharding.md). Sharding
-and pipelines on the host therefore ask glibc to keep its memory. Peak resident memory then exceeds
-the size of the tensors by up to a third (docs/planner.md, "How far off it was"). To save memory at
-the expense of time, set MALLOC_MMAP_THRESHOLD_=131072 in the program's environment.
+returns much of this memory to the system, and every page must be faulted in and zeroed again. With
+85M parameters, page faults took a sixth of the step's CPU time (see docs/benchmarks/sharding.md).
+Sharding and pipelines on the host therefore ask glibc to retain freed memory. Peak resident memory
+then exceeds the size of the tensors by up to a third (docs/planner.md, "How far off it was"). To
+save memory at the expense of time, set MALLOC_MMAP_THRESHOLD_=131072 in the program's environment.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _SET_BY_USER = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHO
 
 @functools.lru_cache(maxsize=1)
 def keep() -> bool:
-    """Ask glibc to keep freed memory; return whether glibc does so.
+    """Ask glibc to retain freed memory; return whether glibc accepted the settings.
 
-    Settings in the program's environment take precedence. Other C libraries are not affected.
+    Settings in the program's environment take precedence. The function has no effect on other C
+    libraries.
     """
     if any(name in os.environ for name in _SET_BY_USER):
         return False

@@ -54,7 +54,7 @@ class GroupMaker:
         self._may_end = False
 
     def watch_members(self) -> None:
-        """Declare that `end` may be called; group creation then checks for it."""
+        """Make group creation check whether `end` has been called."""
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
@@ -67,7 +67,7 @@ class GroupMaker:
     def end(self, error: CollectiveError, epoch: int) -> None:
         """End all groups from epochs before `epoch` with an error.
 
-        The method may be called on any thread. Groups that are being created end within about a
+        The method can be called on any thread. Groups that are being created end within about a
         second.
         """
         with self._adding:
@@ -106,10 +106,10 @@ class GroupMaker:
             store: a view of the store reserved for the group.
             timeout_s: the timeout for this call and for the group's operations.
             facts: the `process_identity` of each member. None makes the members exchange their
-                identities first; a death during the exchange is not detected.
+                identities first; the death of a member during this exchange is not detected.
 
         Raises:
-            ValueError: the backend cannot run here.
+            ValueError: the backend cannot run on this host.
             CollectiveTimeoutError: some members did not join within `timeout_s`.
             PeerLostError: a member died while the group was being created.
         """
@@ -174,7 +174,7 @@ class GroupMaker:
     def _drop(self, state: GroupState) -> None:
         """Close a group that was deleted without being closed, on the watcher's thread.
 
-        The group is kept if its library requires all ranks to close it together.
+        The group stays open if its library requires all ranks to close it together.
         """
         if state.is_closed or state.is_foreign:
             return
@@ -229,7 +229,7 @@ class GroupMaker:
 
 
 def _host_backend(facts: Facts) -> str:
-    """Return the backend for host arrays: shared memory alone if all ranks are on one host."""
+    """Return the backend for host arrays: "shm" if all ranks are on one host, else "shm+gloo"."""
     return "shm" if all(is_same_host(facts[0], fact) for fact in facts) else "shm+gloo"
 
 

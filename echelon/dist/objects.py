@@ -1,7 +1,7 @@
 """Exchange objects between ranks as msgpack, without pickling.
 
-Each call consists of two collectives: one exchanges the objects' sizes, and one exchanges their
-bytes, padded to the size of the longest object.
+Each call consists of two collectives. The first exchanges the objects' sizes, and the second
+exchanges the objects' bytes, padded to the size of the largest object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Manage this process's world: `init`, `world`, `new_group`, `shutdown`.
+"""Manage this process's world with `init`, `world`, `new_group` and `shutdown`.
 
 `init` finds the other ranks through the store and creates the world group. The black box records
 waits for the store as `store` spans. If there are several hosts, it also records the offset of this
@@ -148,23 +148,24 @@ def init(
 ) -> ProcessGroup:
     """Join the world and return its group; block until all ranks have joined.
 
-    After `shutdown`, a program may call `init` again with the same store if every rank does so.
+    After `shutdown`, a program can call `init` again with the same store if every rank does so.
 
-    In a process that takes the place of a lost rank (`echelon run --on-loss replace`), the call
+    In a process that replaces a lost rank (`echelon run --on-loss replace`), the call
     returns immediately. The world already has its full size and its rank numbers, but refuses all
     operations until `resilient.run` has let the process join the other ranks.
 
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None means "shm" if
             all ranks are on one host, and "shm+gloo" otherwise; a device backend is added at the
-            first collective on a device. A device backend such as "nccl" uses the program's current
-            device or, if none is set, the device given by LOCAL_RANK.
+            first collective on a device. A device backend (such as "nccl") uses the program's
+            current device or, if none is set, the device given by LOCAL_RANK.
         timeout_s: the timeout for this call and for every operation of the world's groups.
         reduction: "fast", or "rank_ordered" for sums in rank order on every backend.
 
     Raises:
         ValueError: an argument or the environment is invalid, or `init` was already called.
-        CollectiveTimeoutError: some ranks did not join within `timeout_s`; the error names them.
+        CollectiveTimeoutError: some ranks did not join within `timeout_s`. The error message names
+            these ranks.
         StoreError: the store cannot be reached.
 
     Example:
@@ -267,7 +268,8 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
 def leave_groups() -> None:
     """Close all groups and agreements within about 1 s, but stay connected to the store.
 
-    Until `regroup` creates a new world, `world` returns the closed group.
+    For agreements, see `agree_on_calls`. Until `regroup` creates a new world, `world` returns the
+    closed group.
 
     Raises:
         ValueError: there is no world.
@@ -298,7 +300,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) ->
 def set_timeout(timeout_s: float) -> None:
     """Set the timeout of this world, its groups, and all groups created later.
 
-    Groups whose timeout the program has changed keep that timeout.
+    Groups whose timeout the program has changed are not affected.
 
     Raises:
         ValueError: there is no world.
@@ -309,7 +311,7 @@ def set_timeout(timeout_s: float) -> None:
 
 
 def expect_epochs() -> None:
-    """Declare that `end_world` may be called from now on. Every rank must call this function.
+    """Declare that `end_world` might be called later. Every rank must call this function.
 
     Raises:
         ValueError: there is no world.
@@ -320,7 +322,8 @@ def expect_epochs() -> None:
 def end_world(error: CollectiveError, epoch: int) -> None:
     """End all groups with an error, unless this process has already reached `epoch`.
 
-    The function may be called on any thread. If there is no world, it does nothing.
+    Each new world has a higher epoch than the previous world. The function can be called on any
+    thread. Without a world, it does nothing.
     """
     state = _current
     if state is not None:
@@ -346,7 +349,7 @@ def first_error() -> CollectiveError | None:
 
 
 def join_after() -> int | None:
-    """Return the newest epoch at the time this process was started to replace a lost rank.
+    """Return the epoch that was current when this process was started to replace a lost rank.
 
     Returns:
         None if this process was started with the other ranks or has already joined them.
@@ -386,7 +389,9 @@ def job_store() -> TCPStore | MemoryStore:
 
 
 def agree_on_calls(what: str) -> Agreement:
-    """Create an agreement among all ranks, without blocking. Every rank must call this function.
+    """Create an agreement, which makes a request of one rank take effect on all ranks together.
+
+    Every rank must call this function. The call does not block.
 
     Args:
         what: the subject of the agreement, for errors and spans. The n-th call with a given subject
@@ -402,7 +407,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first and re-raise any exception from it at the end."""
+    """Make `shutdown` call `action` first; an exception from `action` is raised at the end."""
     _before_shutdown.append(action)
     return action
 
@@ -414,8 +419,8 @@ def shutdown() -> None:
     other ranks, but it waits for a checkpoint that this rank is saving in the background.
 
     Raises:
-        CheckpointError, OSError: the checkpoint could not be saved. This rank has left the world
-            nevertheless.
+        CheckpointError, OSError: the checkpoint could not be saved. Even in that case, this rank
+            leaves the world.
 
     Example:
         >>> world = dist.init()
@@ -508,8 +513,8 @@ def _meet(
     """Connect to the store, and agree with all ranks on the new world's number.
 
     [Note: a store that ends with its world] If rank 0 hosts the store, rank 0's `shutdown` ends the
-    store. A rank that is already joining the next world may be connected to the old store. This
-    rank then reconnects to the store that rank 0 opens next.
+    store. A rank that is already joining the next world might be connected to the old store. In
+    that case, the rank reconnects to the store that rank 0 opens next.
     """
     members = Members(
         name="world", rank=rendezvous.rank, ranks=range(rendezvous.world_size), options=options
@@ -536,7 +541,7 @@ def _meet(
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
-    """Return this clock's offset from rank 0's; None on one host or if measuring it fails."""
+    """Return the offset from rank 0's clock; None on one host or if the measurement fails."""
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None
     try:
@@ -564,7 +569,7 @@ def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore
 
 
 def _forget_lock() -> None:
-    """Replace the lock in a forked child, because a thread of the parent may have held it."""
+    """Replace the lock in a forked child, because a thread of the parent might have held it."""
     global _lock
     _lock = threading.RLock()
 

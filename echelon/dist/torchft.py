@@ -1,9 +1,9 @@
-"""Provide torchft's managers with a process group that runs over echelon's engines.
+"""Provide torchft's managers with a process group that runs on echelon's engines.
 
-torchft (tested with 0.2.0) lets replica groups train independently of one another: the managers of
-all processes agree on the participants, and each manager configures a process group for them. This
-module is separate from the torch backend because torchft is an optional package that no other
-module imports. The group itself is implemented in `torch_backend/reconfigurable.py`.
+torchft (tested with 0.2.0) lets replica groups train independently of one another. The managers of
+all processes agree on the participants, and each manager configures a process group for the
+participants. This module is separate from the torch backend because torchft is an optional package
+that no other module imports. The group itself is implemented in `torch_backend/reconfigurable.py`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
 
     If a member dies, the other members' operations raise PeerLostError, normally within 0.1 s, and
     `errored` returns this error. On one host, sums are computed in rank order, so the results are
-    bitwise identical on all members. With `Options(reduction="rank_ordered")`, the same applies
+    bitwise identical on all members. With `Options(reduction="rank_ordered")`, this also holds
     across hosts.
 
     Args:
-        timeout: the timeout of `configure`, and of operations without a timeout of their own.
+        timeout: the timeout of `configure`, and of operations that do not specify a timeout.
         options: the options of the groups.
 
     Example:
@@ -80,7 +80,7 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
         """Leave the current group and join a new one; block until all its members have joined.
 
         Args:
-            store_addr: the store, as "host:port/prefix"; every call needs a prefix of its own.
+            store_addr: the store, as "host:port/prefix"; every call needs a different prefix.
             rank: this process's rank within the group.
             world_size: the number of members.
             quorum_id: torchft's quorum number, which names the group in errors and records.
@@ -90,7 +90,7 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
 
         Raises:
             ValueError: the address or the rank is malformed.
-            StoreError: the store does not answer.
+            StoreError: the store does not respond.
             CollectiveTimeoutError: some members did not join within the timeout.
             PeerLostError: a member died during the call.
             CollectiveError: `abort` was called during the call.
@@ -106,7 +106,7 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
         return self._echelon.error
 
     def abort(self) -> None:
-        """End the current group, or its creation, on all its members. May be called on any thread.
+        """End the current group or its creation on all its members. Can be called on any thread.
 
         Waiting operations and `configure` raise CollectiveError within 1 s.
         """

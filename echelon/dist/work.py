@@ -1,4 +1,4 @@
-"""Define the handle of an operation that may still be running."""
+"""Define the handle of an operation that might still be running."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """The handle of an operation that may still be running.
+    """The handle of an operation that might still be running.
 
     Attributes:
         operation: the operation that was called.
         pending: the engine's handle for the operation.
-        watch: the limits of the operation.
+        watch: the deadline and the failure checks of the operation.
         record: the operation's number in the black box.
         is_settled: True once the end of the operation has been recorded.
         failure: the error of a settled operation; None if it succeeded.
@@ -56,7 +56,7 @@ class Work:
     def error(self) -> BaseException | None:
         """The operation's error, or None if the operation has not failed.
 
-        Reading the error may block for up to 2 s while the rank at fault is determined.
+        Reading the error can block for up to 2 s while the rank at fault is determined.
         """
         if not self.is_settled and self.pending.done:
             self._state.settle(self)
@@ -75,7 +75,7 @@ class Work:
     def exception(self) -> BaseException | None:
         """Return the operation's error, or None if the operation has not failed.
 
-        The call may take up to 2 s.
+        The call can block for up to 2 s.
         """
         return self.error
 
@@ -90,13 +90,13 @@ class Work:
         For a device operation, the caller's streams then wait for the operation.
 
         Args:
-            timeout_s: how long to wait. None means the operation's own timeout; with 0, the call
-                does not block.
+            timeout_s: the maximum time to wait, in seconds or as a `timedelta`. None means the
+                operation's own timeout; with 0, the call does not block.
 
         Raises:
             ValueError: `timeout_s` is negative or not a duration.
-            CollectiveTimeoutError: the operation did not end within `timeout_s`. If it is still
-                running, `wait` may be called again.
+            CollectiveTimeoutError: the operation did not end within `timeout_s`. If the operation
+                is still running, `wait` can be called again.
             CollectiveError: the operation itself failed.
         """
         wait_s = check_wait(timeout_s)

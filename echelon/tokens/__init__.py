@@ -1,4 +1,4 @@
-"""Convert text into token shards, and read them on any number of ranks from an exact position."""
+"""Convert text into token shards, and read the shards on any number of ranks."""
 
 from echelon.tokens.loader import Batch, TokenLoader
 from echelon.tokens.mixture import Source

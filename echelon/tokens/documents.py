@@ -29,7 +29,7 @@ def documents_of(path: Path, *, field: str) -> Iterator[Document]:
     Raises:
         OSError: the file cannot be read.
         ValueError: the file is not UTF-8 or is an incomplete gzip file, or a line is not JSON with
-            that field; the message names the file and, for JSON, the line.
+            that field. The error message names the file and, for JSON, the line.
     """
     is_lines = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
     with _open(path) as file:

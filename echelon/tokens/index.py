@@ -5,8 +5,8 @@
     FOLDER/documents_00000.bin  int64, little-endian: the end of each document that ends in the
                                 shard, counted in tokens from the start of the whole folder
 
-A document may continue in the next shard; its end is listed in the shard that contains it.
-`docs/tokens.md` describes the format for other writers.
+A document can continue in the next shard. A document's end is listed in the shard that contains the
+document's last token. `docs/tokens.md` specifies the format for programs that write it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Index:
         dtype: the dtype of the stored tokens: "uint8", "uint16" or "uint32".
         vocabulary_size: the size of the vocabulary; every token is less than this number.
         tokenizer: the name of the tokenizer, as passed to `echelon prepare`.
-        end_of_document: the token that follows each document, or None.
+        end_of_document: the token that follows each document; None if there is no such token.
     """
 
     dtype: str

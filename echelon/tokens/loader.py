@@ -1,11 +1,11 @@
 """Load batches from a mixture of token shards, with prefetching and an exact, resumable position.
 
 [Note: the position in the data] Samples are numbered across all ranks. A step takes the next
-`batch` numbers, and each rank reads its slice of them. The weights determine the source of each
-number, and (seed, source, epoch, number) determines the sample within that source. The position
-therefore consists of the number of samples taken from each source, and the mixture's credits. The
-position is the same on all ranks and does not depend on the number of ranks. Prefetched batches
-that the caller has not received are not counted.
+`batch` samples, and each rank reads its slice of these samples. The weights determine the source of
+each sample, and (seed, source, epoch, number) determines the sample within that source. The
+position therefore consists of the number of samples taken from each source, and the mixture's
+credits (see `mixture.py`). The position is the same on all ranks and does not depend on the number
+of ranks. Prefetched batches that the caller has not received are not counted.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Batch:
     Attributes:
         tokens: the input of the model: int64 [B, T].
         targets: the token that follows each input token: int64 [B, T]. With `mask_documents` or
-            `pack_documents`, the target is -100 where the next token belongs to another document,
-            and for padding.
+            `pack_documents`, the target is -100 if the next token belongs to another document. In
+            padding, the target is also -100.
         documents: the number of each token's document, counted from 0 within its row: int64 [B, T].
-            Tokens attend to each other only where these numbers are equal.
+            Tokens can attend to each other only if these numbers are equal.
         sources: the index of the source from which each row was drawn: int64 [B].
         first_sample: the index of the first row's sample, counted across all ranks and steps.
 
@@ -83,7 +83,7 @@ class _Position:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A batch that is being read, and the loader's position after the caller has received it."""
+    """A batch that is being read, and the loader's position after this batch."""
 
     batch: Future[Batch]
     after: _Position
@@ -93,9 +93,9 @@ class TokenLoader:
     """An endless iterator over batches that reshuffles each source in every epoch.
 
     Each source is split into windows of `context` tokens, or its documents are packed into samples
-    of this size. Each sample is drawn once per epoch. Background threads read ahead; the time that
-    the caller waits for a batch is recorded as a `data_wait` span. A loader may be used by only one
-    thread at a time.
+    of this size. Each sample is drawn once per epoch. Background threads prefetch batches. The time
+    that the caller waits for a batch is recorded as a `data_wait` span. A loader must be used by
+    only one thread at a time.
 
     Args:
         sources: the sources from which samples are drawn; their names must differ.
@@ -107,7 +107,7 @@ class TokenLoader:
         seed: the seed that determines the order of samples.
         mask_documents: whether to exclude the first token of each document from the targets.
         pack_documents: whether to fill samples with whole documents (`packing.py`) instead of
-            splitting the tokens at fixed intervals; a document is split only if it is longer than a
+            splitting the tokens at fixed intervals. A document is split only if it is longer than a
             sample. The first token of a document is never a target. Every rank reads the end
             positions of all documents.
         num_workers: the number of reader threads.
@@ -222,14 +222,14 @@ class TokenLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, on any number of ranks.
 
-        The batch size and the weights may differ from the saved ones, and the loader may have
+        The batch size and the weights can differ from the saved values, and the loader can have
         sources that the state does not contain. Every source in the state must be passed to the
         loader, if necessary with weight 0.
 
         Raises:
             ValueError: the state has a different version, was saved with a different context, seed,
-                `pack_documents` or tokens, or contains a source that this loader does not have. The
-                loader is then left unchanged.
+                `pack_documents` or tokens, or contains a source that this loader does not have. In
+                these cases, the loader is left unchanged.
         """
         self._require_same(state)
         saved = state["sources"]
@@ -242,7 +242,7 @@ class TokenLoader:
         )
 
     def close(self) -> None:
-        """Stop reading, and wait for the reads in progress. May be called more than once."""
+        """Stop reading, and wait for the reads in progress. Can be called more than once."""
         self._is_closed = True
         self._drop_pending()
         self._readers.shutdown(wait=True, cancel_futures=True)
@@ -290,7 +290,7 @@ class TokenLoader:
         )
 
     def _windows(self, drawn: Drawn) -> NDArray[np.int64]:
-        """Return each sample's number within its source, after shuffling: int64 [num]."""
+        """Return each sample's position within its source, after shuffling: int64 [num]."""
         windows = np.empty(len(drawn.source), np.int64)
         sizes = np.array([len(samples) for samples in self._samples], np.int64)
         epochs, places = np.divmod(drawn.number, sizes[drawn.source])

@@ -27,8 +27,8 @@ class Source:
     Attributes:
         name: the source's name in the loader's state.
         shards: the tokens of the source.
-        weight: how often samples are drawn from the source, relative to the other sources' weights;
-            with 0, never.
+        weight: the frequency of samples from the source, relative to the other sources' weights;
+            with 0, no samples are drawn from the source.
 
     Raises:
         ValueError: the weight is negative or not finite.

@@ -1,8 +1,8 @@
 """Create a folder exactly once, even if many processes request it at the same time.
 
-A file lock determines which process creates the folder; the kernel releases the lock no matter how
-that process exits. The folder is created under a hidden name and then renamed, so a folder that has
-its final name is complete.
+A file lock determines which process creates the folder. The kernel releases the lock when that
+process exits, even after a crash. The folder is created under a hidden name and then renamed, so a
+folder that has its final name is complete.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from uuid import uuid4
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> bool:
-    """Create `folder` with `make` unless it exists; block while another process creates it.
+    """Create a folder by calling `make`, unless the folder exists.
+
+    The call blocks while another process is creating the folder.
 
     Args:
         folder: the folder to create; missing parents are created too.
-        make: a function that is called with an empty folder and fills it. The call may take
+        make: a function that is called with an empty folder and fills it. The call can take
             arbitrarily long.
 
     Returns:
         True if this call created the folder.
 
     Raises:
-        OSError: the folder cannot be created. Exceptions from `make` propagate; in that case the
-            folder does not exist, and the next waiting process tries to create it.
+        OSError: the folder cannot be created.
+        Exception: any exception from `make`. In that case, the folder does not exist, and the next
+            waiting process tries to create it.
     """
     if folder.exists():
         return False

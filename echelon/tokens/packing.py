@@ -4,8 +4,8 @@ A document of n tokens has n - 1 pairs, each of a token and its successor. A doc
 long for a row is split into pieces. No pair is lost or duplicated, and no pair spans two documents.
 The rest of a row is padding, which counts as a separate document without targets.
 
-Only the last `_NUM_OPEN` rows stay open, because a search of all rows would become slower with
-every document.
+Only the last `_NUM_OPEN` rows stay open for further pieces, because a search through all rows would
+become slower with every document.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def prepare(
 
     Args:
         out: the path of the folder to create.
-        documents: the documents, which are read one at a time and not kept in memory.
+        documents: the documents, which are read one at a time and not held in memory.
         validation: the fraction of documents to hold out, selected by a hash of the document
             number; with 0, no documents are held out.
         shard_tokens: the number of tokens per shard.
@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 2 after printing a one-line error, or 130 if interrupted."""
+    """Run the command; return 0 on success, 2 after a one-line error, or 130 if interrupted."""
     options = _parser().parse_args(argv)
     try:
         for prepared in _run(options):

@@ -20,7 +20,7 @@ class TokenShards:
     """The tokens of a folder as one sequence, with the positions at which its documents end.
 
     Opening the folder reads the index and checks the files' sizes; `verify` checks every byte.
-    Several threads may read at the same time.
+    Several threads can read at the same time.
 
     Args:
         folder: a folder that `echelon prepare` or a `ShardWriter` created.
@@ -53,7 +53,7 @@ class TokenShards:
 
         Raises:
             ValueError: the range extends beyond the folder's tokens.
-            TokenShardsError: a file cannot be mapped, or is damaged: a token is not in the
+            TokenShardsError: a file cannot be mapped, or contains a token that is not in the
                 vocabulary.
         """
         if first < 0 or num_tokens < 0 or first + num_tokens > len(self):
@@ -79,7 +79,7 @@ class TokenShards:
         return out
 
     def documents(self, first: int, num_tokens: int) -> NDArray[np.int64]:
-        """Return each token's document number, counted from 0 at `first`: int64 [num_tokens]."""
+        """Return each token's document number, which is 0 for token `first`: int64 [num_tokens]."""
         ends = self._ends_between(first, first + num_tokens)
         numbers = np.zeros(num_tokens, np.int64)
         numbers[ends - first] = 1  # distinct: no document is empty
@@ -101,10 +101,10 @@ class TokenShards:
         return ends
 
     def verify(self) -> None:
-        """Read every byte of the files, and compare sizes and checksums with the index.
+        """Read every byte of the files, and compare the checksums with the index.
 
         Raises:
-            TokenShardsError: a file does not match the index; the message names the file.
+            TokenShardsError: a file does not match the index; the error message names the file.
         """
         for shard in self.index.shards:
             for name, expected in (

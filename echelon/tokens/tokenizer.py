@@ -24,8 +24,8 @@ class Tokenizer:
         end_of_document: the token that follows each document.
         encode: a function that converts text to tokens. With "bytes" and tiktoken, the name of a
             special token within the text is encoded as ordinary text.
-        decode: a function that converts tokens back to text. End-of-document tokens are dropped,
-            and bytes that are not UTF-8 are replaced.
+        decode: a function that converts tokens back to text. End-of-document tokens are omitted,
+            and bytes that are not valid UTF-8 are replaced.
     """
 
     name: str

@@ -22,7 +22,7 @@ class Row:
 
 
 class Windows:
-    """Consecutive samples of `context` tokens; an incomplete last sample is dropped.
+    """Consecutive samples of `context` tokens, without an incomplete last sample.
 
     Args:
         shards: the tokens to split into samples.

@@ -1,4 +1,4 @@
-"""Write a folder of token shards, which appears under its final name only once it is complete."""
+"""Write a folder of token shards, which appears under its final name only when it is complete."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class ShardWriter:
     """A writer that adds documents to a folder of token shards, one at a time.
 
     Use the writer in a `with` block. When the block ends, the folder is complete under its final
-    name; if the block raises, the folder does not exist. Not thread-safe.
+    name. If the block raises an exception, the folder does not exist. Not thread-safe.
 
     Args:
         folder: the folder to create. The folder must not exist, but its parent must.
-        vocabulary_size: the size of the vocabulary; every token must be less than this number,
-            which determines whether tokens are stored as uint8, uint16 or uint32.
+        vocabulary_size: the size of the vocabulary; every token must be less than this number. The
+            size determines whether tokens are stored as uint8, uint16 or uint32.
         tokenizer: the tokenizer's name, which is stored in the index for readers.
         end_of_document: the token to write after each document; with None, no token is written.
-        shard_tokens: the number of tokens per shard; the last shard may have fewer.
+        shard_tokens: the number of tokens per shard; the last shard can have fewer.
 
     Raises:
         ValueError: the folder exists, its parent does not, or a size is invalid.
@@ -172,10 +172,10 @@ class ShardWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Complete the folder, or remove it if the block raised.
+        """Complete the folder, or remove it if the block raised an exception.
 
         Raises:
-            TokenShardsError: no token was added, or another process has created the folder since.
+            TokenShardsError: no token was added, or another process has created the folder.
             OSError: writing failed, for example because the disk is full.
         """
         try:

@@ -1,17 +1,17 @@
-"""Checkpoint activations: the backward pass recomputes those that the forward pass did not keep.
+"""Recompute activations in the backward pass instead of storing them in the forward pass.
 
-    full         a block keeps only its inputs, and the backward pass repeats the block's forward
-                 pass. This takes memory for one block's activations and every block's inputs, and
-                 a third more computation.
-    every n-th   full for every n-th block; the other blocks keep everything.
-    selective    a block keeps its inputs and the results of matrix products and attention, which
+    full         a block stores only its inputs, and the backward pass repeats the block's forward
+                 pass. This requires memory for every block's inputs and one block's activations,
+                 and about a third more computation.
+    every n-th   full for every n-th block; the other blocks store all activations.
+    selective    a block stores its inputs and the results of matrix products and attention, which
                  are the most expensive to recompute, and recomputes all other results.
 
 The recomputed forward pass repeats the first forward pass operation by operation, with the same
-random numbers, so gradients have the same bits. Only a block's `forward` is replaced, not its
-hooks. Therefore, `fully_shard` gathers a unit around both forward passes, and may be called before
-or after `checkpoint_activations`. Modules are not wrapped, so the names in a state dict do not
-change.
+random numbers, so the gradients are bitwise identical to those without checkpointing. Only a
+block's `forward` is replaced, not its hooks. Therefore, `fully_shard` gathers a unit for both
+forward passes, and can be called before or after `checkpoint_activations`. Modules are not wrapped,
+so the names in a state dict do not change.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def checkpoint_activations(
 
     Args:
         blocks: the model's blocks in order, such as `model.blocks`.
-        mode: "full", "selective", or "none", which changes nothing.
+        mode: "full", "selective", or "none", which leaves the blocks unchanged.
         every: n; the first block and every n-th block after it are checkpointed.
         keep: for "selective", the operations (`torch.ops.aten.mm.default`, ...) whose results are
-            kept; None means `costly_operations()`.
+            stored; None means `costly_operations()`.
 
     Returns:
-        The number of blocks that were changed.
+        The number of blocks that are now checkpointed.
 
     Raises:
         ValueError: an argument is invalid, or a block is already checkpointed.
@@ -103,7 +103,7 @@ def costly_operations() -> list[Any]:
 
 
 class _Checkpointed:
-    """A replacement for a block's `forward`; unlike a closure, it is copied with the block."""
+    """A replacement for a block's `forward` that, unlike a closure, is copied with the block."""
 
     def __init__(self, forward: Callable[..., Any], kept: frozenset[Any] | None) -> None:
         self._forward = forward

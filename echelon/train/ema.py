@@ -1,10 +1,10 @@
-"""Keep an exponential moving average of a model's parameters.
+"""Maintain an exponential moving average of a model's parameters.
 
     average  <-  decay * average + (1 - decay) * parameter        after each step of the optimizer
 
-The average is built like an optimizer: it keeps one tensor of the same shape for each parameter.
-Under `fully_shard`, each rank therefore keeps only the average of its own shards, without any
-communication. A checkpoint saves the average under the parameter's name, like an optimizer's state,
+The average is built like an optimizer: it stores one tensor of the same shape for each parameter.
+Under `fully_shard`, each rank therefore stores only the average of its own shards and does not
+communicate. A checkpoint saves the average under the parameter's name, like an optimizer's state,
 and can be loaded on any number of ranks. The class has no `step`, because torch and the recorder
 count calls of `step` as training steps.
 
@@ -161,7 +161,7 @@ def _owner(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _copy(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a copy in which small changes accumulate: float32 for lower-precision dtypes."""
+    """Return a copy with at least float32 precision, so that small updates are not rounded away."""
     kept = torch.promote_types(dtype or values.dtype, torch.float32)
     return values.detach().to(kept, copy=True)
 

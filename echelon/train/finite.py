@@ -1,8 +1,8 @@
 """Skip a training step on all ranks if any gradient is not finite.
 
 A bad batch or a flipped bit can make a gradient infinite or NaN, and a single step with such a
-gradient ruins all weights. Such a gradient also makes the norm infinite or NaN. The norm has the
-same bits on every rank, so all ranks reach the same decision without further communication. The
+gradient ruins all weights. A non-finite gradient also makes the norm infinite or NaN. The norm has
+the same bits on every rank, so all ranks reach the same decision without further communication. The
 gradients of a skipped step are left unchanged.
 """
 
@@ -30,10 +30,11 @@ class NonFinite:
     """The location of infinite or NaN gradients; the same on all ranks.
 
     Attributes:
-        rank: the lowest global rank that holds such a gradient, in its shard or its stage. Another
-            rank may have computed the gradient, before the reduction.
-        parameter: the first parameter on that rank, in the model's order, that has such a gradient.
-        ranks: all ranks that hold such a gradient.
+        rank: the lowest global rank that holds a non-finite gradient in its shard or its stage. A
+            different rank might have computed the gradient before the reduction.
+        parameter: the first parameter on this rank, in the model's order, whose gradient is not
+            finite.
+        ranks: all ranks that hold a non-finite gradient.
 
     Example:
         >>> guard = FiniteGuard(model)
@@ -50,8 +51,9 @@ class NonFinite:
 class FiniteGuard:
     """A guard that clips gradients and skips the optimizer's step if their norm is not finite.
 
-    A gradient scaler skips overflows itself. With a scaler, call the guard only if `unscale_`
-    returned True, so that steps in which the scale is still adapting are not counted.
+    A gradient scaler already skips steps whose gradients overflow. With a scaler, call the guard
+    only if `unscale_` returned True, so that steps in which the scale is still adapting are not
+    counted.
 
     Args:
         model: the sharded model, or this rank's stages or pipeline.

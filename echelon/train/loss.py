@@ -11,7 +11,7 @@ There are two ways to compute the gradients:
     in forward     three products of [N, C] x [C, V], as in plain autograd. The gradient of the
                    weight is in memory from the forward pass to the backward pass.
     recomputed     four products, because the backward pass computes the logits again. Only `hidden`
-                   and one number per token are kept. float16 requires recomputation: gradients
+                   and one number per token are stored. float16 requires recomputation: gradients
                    computed in the forward pass, before the loss is scaled, would underflow to zero.
 
 Sums over tokens and chunks are in float32 (float64 for float64), regardless of the dtype of the
@@ -44,12 +44,11 @@ def chunked_cross_entropy(
     """Compute `F.cross_entropy(F.linear(hidden, weight).float(), targets)` in chunks of tokens.
 
     Under `torch.autocast`, the products use autocast's dtype. `torch.compile` captures the function
-    without a graph break, with one copy of the loop's body per chunk. Second derivatives are not
-    supported.
+    without a graph break and unrolls the loop over chunks. Second derivatives are not supported.
 
     Args:
         hidden: [..., C], the input of the head.
-        weight: [V, C], the weight of the head, which may be shared with the embedding.
+        weight: [V, C], the weight of the head, possibly shared with the embedding.
         targets: the target tokens: [...], int64.
         ignore_index: tokens with this target are excluded from the loss and from the mean.
         reduction: "sum", or "mean" over the tokens that are not ignored (NaN if all are ignored, as
@@ -218,9 +217,9 @@ def _parts(numel: int, size: int) -> list[slice]:
 
 
 def _states(hidden: Tensor, counts: Tensor, plan: _Plan) -> Tensor:
-    """Return a chunk in the dtype of the products, with zeros for ignored tokens.
+    """Return a chunk of `hidden` in the dtype of the products, with zeros for ignored tokens.
 
-    Zeros are needed because a NaN multiplied by 0 is still NaN.
+    A weight of 0 alone would not exclude these tokens, because a NaN multiplied by 0 is still NaN.
     """
     return hidden.to(plan.dtype).masked_fill(counts.logical_not()[:, None], 0.0)
 

@@ -4,8 +4,8 @@
     lr = 3e-4
 
 A section is a dataclass. A field holds a number, a string, a boolean, a choice (`Literal`), a tuple
-of these, or an optional value; to set None, omit the field. Unknown names and values of the wrong
-type are rejected; for an unknown name, the message suggests the nearest known name.
+of these, or an optional value. To set None, omit the field. Unknown names and values of the wrong
+type are rejected. For an unknown name, the error message suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     r"""Read a settings file into nested dicts.
 
     Raises:
-        ValueError: the file is not TOML; the message names the file and the line.
+        ValueError: the file is not valid TOML; the error message names the file and the line.
         OSError: the file cannot be read.
 
     Example:
@@ -52,7 +52,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def parse_assignment(text: str) -> tuple[str, Any]:
     """Split an assignment such as `training.lr=3e-4` into a dotted name and a value.
 
-    The value is parsed as TOML. A value that is not valid TOML is kept as a string.
+    The value is parsed as TOML. A value that is not valid TOML is returned as a string.
 
     Raises:
         ValueError: the text has no name or no `=`.
@@ -108,7 +108,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 def build(kind: type[T], values: Mapping[str, Any]) -> T:
     """Build a dataclass from nested dicts.
 
-    A field's metadata may limit a number: `least` is an inclusive lower bound, and `above` is an
+    A field's metadata can limit a number: `least` is an inclusive lower bound, and `above` is an
     exclusive lower bound.
 
     Raises:

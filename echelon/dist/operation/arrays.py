@@ -3,8 +3,8 @@
 A view is a flat NumPy array over the caller's own memory, plus the name of the true dtype. NumPy
 does not have bfloat16, so such data is represented as uint16 and named "bfloat16". Data that can be
 moved but not summed (complex64, float8, ...) is represented as bytes. An array in device memory is
-represented by its address. Arrays that cannot be viewed without a copy are refused here, before any
-data is sent. This module never imports torch.
+represented by its address. Arrays that cannot be viewed without a copy are rejected here, before
+any data is sent. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class DeviceFlat:
 
     Attributes:
         pointer: the address of the data on the device.
-        length: number of elements.
-        itemsize: size of one element in bytes.
+        length: the number of elements.
+        itemsize: the size of one element in bytes.
         index: the index of the device among the devices of its kind.
         owner: the caller's array, which is kept alive.
     """
@@ -100,9 +100,9 @@ class View:
     """A view of an array, in the form that backends use.
 
     Attributes:
-        data: [numel], over the caller's memory. The data is uint16 if `dtype` is "bfloat16", and
-            uint8 of shape [numel * itemsize] if `dtype` is not one of `DTYPES`. On a device other
-            than "cpu", the data is a `DeviceFlat`.
+        data: a flat array of shape [numel] over the caller's memory. The array is uint16 if `dtype`
+            is "bfloat16", and uint8 of shape [numel * itemsize] if `dtype` is not one of `DTYPES`.
+            On a device other than "cpu", `data` is a `DeviceFlat`.
     """
 
     data: Flat
@@ -126,7 +126,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def is_numeric(dtype: str) -> bool:
-    """Return whether arrays of a dtype can be reduced, not just copied."""
+    """Return whether arrays of a dtype can be reduced, in addition to being copied."""
     return dtype in _NUMERIC
 
 
@@ -210,8 +210,8 @@ def _view_torch(torch: Any, tensor: Any, name: str) -> View:
 class _HostMemory:
     """A tensor's memory as a flat buffer for NumPy. The buffer keeps the tensor alive.
 
-    `Tensor.numpy()` marks the storage as not resizable, but FSDP1 and PowerSGD resize tensors after
-    sending them.
+    `Tensor.numpy()` is not used because it marks the storage as not resizable, and FSDP1 and
+    PowerSGD resize tensors after sending them.
     """
 
     __slots__ = ("__array_interface__", "_tensor")
@@ -242,7 +242,10 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
 
 
 def _device_index(device: Any) -> int:
-    """Return a device's index on this host. (JAX numbers `id` across all processes.)"""
+    """Return a device's index on this host.
+
+    JAX's `id` is not used, because it is an index across all processes.
+    """
     local = getattr(device, "local_hardware_id", None)
     return int(getattr(device, "id", 0) if local is None else local)
 

@@ -1,4 +1,4 @@
-"""Check the caller's arguments. Each check raises a ValueError that quotes the argument."""
+"""Check the caller's arguments. The error that a check raises quotes the argument."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_reduce_op(op: str, dtype: str) -> str:
     """Check that a reduction is defined on a dtype.
 
     Returns:
-        The reduction that engines carry out. For bool, sum, max and bor become "max", and prod, min
+        The reduction that engines perform. For bool, sum, max and bor become "max", and prod, min
         and band become "min". For other dtypes, the reduction is `op`.
 
     Raises:
@@ -134,7 +134,7 @@ def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int)
 
     Args:
         name: the name of the argument, for error messages.
-        splits: number of rows (dim 0) for each rank; None means equal splits.
+        splits: the number of rows (dim 0) for each rank; None means equal splits.
 
     Raises:
         ValueError: `splits` is not one integer >= 0 per rank, or does not add up to the number of
@@ -174,7 +174,7 @@ def check_uneven(
 
     Raises:
         ValueError: the splits do not add up to the rows of `whole`; `part` does not hold this
-            rank's rows; dtypes, devices or rows differ; or the arrays overlap, but not in place.
+            rank's rows; dtypes, devices or rows differ; or the arrays overlap other than in place.
     """
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)
@@ -198,7 +198,7 @@ def check_index(value: Any, name: str) -> int:
     """Return an integer as a Python int. Integers from NumPy and other libraries are accepted.
 
     Raises:
-        ValueError: the value is not an integer; floats, strings and bools are refused.
+        ValueError: the value is not an integer; floats, strings and bools are rejected.
     """
     if type(value) is int:
         return value
@@ -235,7 +235,7 @@ def check_timeout(timeout_s: float | timedelta) -> float:
 
 
 def check_wait(timeout_s: float | timedelta | None) -> float | None:
-    """Return how long to wait for an operation, in seconds, or None for no limit.
+    """Return the maximum time to wait for an operation, in seconds, or None for no limit.
 
     Raises:
         ValueError: the value is not a number of seconds or a `timedelta`, or is negative.
@@ -261,7 +261,7 @@ def check_tag(tag: Any) -> int:
     """Check a message's tag, and return it as a Python int.
 
     Raises:
-        ValueError: the tag is not a number from 0 to 2^31 - 3.
+        ValueError: the tag is not an integer from 0 to 2^31 - 3.
     """
     number = check_index(tag, "tag")
     if not 0 <= number <= _LARGEST_TAG:

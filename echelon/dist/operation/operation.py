@@ -1,4 +1,4 @@
-"""Describe one checked operation, with flat views in place of the caller's arrays.
+"""Describe one checked operation, with flat views instead of the caller's arrays.
 
 The data that must be equal on all ranks is packed into `call`, a fixed number of bytes that any
 engine can compare. `describe_call` decodes these bytes for error messages.
@@ -55,22 +55,22 @@ class Operation:
         dtype: the data's true dtype ("bfloat16" is stored as uint16); "" for a barrier.
         device: the device of the data: "cpu", "cuda", "xpu", ...; "cpu" for a barrier.
         reduce_op: one of `REDUCE_OPS`, or "" if the operation does not reduce.
-        root: group rank of the root, or -1 if the operation has no root.
-        peer: group rank at the other end of a send or receive; -1 for a collective; `ANY_SOURCE`
-            for a receive from any rank, in which case `Pending.source` becomes the sender's group
-            rank.
+        root: the group rank of the root, or -1 if the operation has no root.
+        peer: the group rank at the other end of a send or receive; -1 for a collective; or
+            `ANY_SOURCE` for a receive from any rank, in which case `Pending.source` becomes the
+            sender's group rank.
         source, target: [numel] each, or None if this rank sends or receives nothing. Both are the
             same array for an in-place operation. The source of a reduce_scatter or scatter, and the
             target of an all_gather or gather, has the shape [group_size * n].
-        input_splits, output_splits: number of elements sent to and received from each rank; () for
-            equal splits. all_to_all always has both. An uneven all_gather has only `output_splits`
-            (the `source` of rank r holds `output_splits[r]` elements), and an uneven reduce_scatter
-            has only `input_splits` (the `target` of rank r holds `input_splits[r]` elements); the
-            splits of both operations are the same on all ranks.
+        input_splits, output_splits: the number of elements sent to and received from each rank; ()
+            for equal splits. all_to_all always has both. An uneven all_gather has only
+            `output_splits` (the `source` of rank r has `output_splits[r]` elements), and an uneven
+            reduce_scatter has only `input_splits` (the `target` of rank r has `input_splits[r]`
+            elements). In these two operations, the splits are the same on all ranks.
         shape: the shape that the caller passed; used in error messages.
         call: the data that must be equal on all ranks; b"" for a send or receive.
-        is_detached: whether the operation is a device send that the caller does not wait for; the
-            array may then be overwritten as soon as the call returns.
+        is_detached: whether the operation is a device send that the caller does not wait for. If
+            so, the caller can overwrite the array as soon as the call returns.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """True if the operation involves just two ranks: it sends, receives, or opens a channel."""
+        """True for a send, a receive or the opening of a channel, which involve only two ranks."""
         return self.peer != -1
 
     @property

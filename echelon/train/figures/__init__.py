@@ -1,4 +1,4 @@
-"""Log, export and plot the figures of a training run.
+"""Log, export and plot the figures (metrics) of a training run.
 
 `FigureLog` writes the figures, `read_figures` reads them, and `echelon plot` draws them. Nothing
 here imports torch until a writer that needs torch is created.

@@ -15,7 +15,7 @@ _FORMATS = (".png", ".svg", ".pdf", ".html")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 on success, or 2 for bad usage."""
+    """Run the command; return 0 on success, or 2 if an argument is invalid."""
     parser = argparse.ArgumentParser(
         prog="echelon plot",
         description="Draw the figures of runs: loss, gradient norm, learning rate, speed, time of "

@@ -1,4 +1,4 @@
-"""Measure the cost of a step for this process and the ranks of a group: time, waits and memory."""
+"""Measure the costs of a step on all ranks of a group: time, waits and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A reading of the clock and of the calling thread's waiting times so far, in seconds."""
+    """The time on the clock and the calling thread's total waiting times, in seconds."""
 
     time_s: float
     data_wait_s: float
@@ -29,7 +29,7 @@ class Moment:
 
     @classmethod
     def now(cls, time_s: float) -> Moment:
-        """Return the calling thread's totals, as of time `time_s`."""
+        """Return the calling thread's current waiting times together with the time `time_s`."""
         return cls(time_s, spent.spans_ns.get("data_wait", 0) / 1e9, spent.collectives_s)
 
     def __sub__(self, other: Moment) -> Moment:
@@ -48,7 +48,7 @@ class Moment:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory so far: of the GPU if it is in use, or else of the process."""
+    """Return the peak memory use of the GPU if it is in use, or else of the process."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
@@ -58,7 +58,8 @@ def peak_memory_bytes() -> int:
 def gather(costs: Moment, group: ProcessGroup | None) -> npt.NDArray[Any]:
     """Return the costs of all ranks as `[ranks, 4]`.
 
-    The columns are seconds, data wait, time in collectives, and peak memory in bytes.
+    The columns are the elapsed time, the data wait and the time in collectives, all in seconds, and
+    the peak memory in bytes.
 
     Collective if a group is given; each rank sends 32 bytes.
     """

@@ -1,7 +1,7 @@
 """Append to, truncate and read a file that holds one JSON object per step.
 
-A run that is killed may leave an incomplete line, and lines for steps after the checkpoint from
-which the run resumes. Such lines are at the end of the file, so the file is truncated and never
+A run that is killed can leave an incomplete line, and lines for steps after the checkpoint from
+which the run resumes. These lines are at the end of the file, so the file is truncated and never
 rewritten. Earlier lines therefore survive a crash at any point.
 """
 
@@ -18,12 +18,12 @@ _BLOCK_BYTES = 1 << 16
 
 
 class FigureFile:
-    """An open file of figures, which may be used by only one thread at a time.
+    """An open metrics log, which must be used by only one thread at a time.
 
     Args:
         path: the path of the file, which is created along with its folder if necessary.
-        last_step: the last step to keep; lines of later steps and an incomplete last line are
-            dropped.
+        last_step: the last step whose lines are retained; lines of later steps and an incomplete
+            last line are removed.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -49,7 +49,7 @@ class FigureFile:
             raise ValueError(f"{path} exists and is not a metrics log; it was not changed")
 
     def drop_after(self, step: int) -> None:
-        """Drop the lines of steps after `step`, and an incomplete last line."""
+        """Remove the lines of steps after `step`, and an incomplete last line."""
         size = os.fstat(self._descriptor).st_size
         end = self._end_of_whole_lines(size)
         while end:
@@ -95,7 +95,7 @@ class FigureFile:
             raise
 
     def close(self) -> None:
-        """Close the file. May be called more than once."""
+        """Close the file. Can be called more than once."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)

@@ -2,7 +2,7 @@
 
 [Note: what the shares mean] `data_wait` is the fraction of the iteration's time that the training
 thread spent in `recorder.span("data_wait")` spans, which `TokenLoader` and `recorder.watch` open.
-`exposed_communication` is the fraction for which the thread was blocked in collectives and
+`exposed_communication` is the fraction that the thread spent blocked in collectives and
 point-to-point transfers. It includes transfers that computation did not hide, and waits for late
 ranks (in a pipeline, the bubble).
 """
@@ -34,10 +34,10 @@ _FULL_PRECISION = ("loss", "gradient_norm", "learning_rate")  # the others: six 
 
 
 class FigureLog:
-    """The log of a run's figures: one JSON line per step in a file, and any further writers.
+    """A log that writes a run's figures to a file, one JSON line per step, and to other writers.
 
-    A resumed run first drops the lines of steps after `first_step` and then appends. A full disk,
-    or any other failure of the file or of a writer, is reported once and never stops the training.
+    A resumed run first removes the lines of steps after `first_step` and then appends. A full disk
+    or any other failure of the file or a writer is reported once and never stops the training.
     Use the log only from the training thread.
 
     Args:
@@ -51,8 +51,8 @@ class FigureLog:
             with 0, no MFU is logged.
         first_step: the number of steps that were completed before this run.
         group: the ranks whose waits and memory are compared. All of these ranks must make the same
-            calls. Each call sends 32 bytes of host memory per rank. With None, only the figures of
-            this process are logged.
+            calls. In each call, a rank sends 32 bytes from host memory. With None, only the figures
+            of this process are logged.
         writers: additional outputs, used only on the rank that writes the log.
         now: the clock, which returns seconds.
 
@@ -139,7 +139,7 @@ class FigureLog:
 
         Args:
             step: the number of completed steps. If this step was logged before, because the run
-                returned to a checkpoint, the lines from that step on are replaced.
+                returned to a checkpoint, the lines from this step on are removed first.
             loss: the loss of the whole batch. A loss that is not finite is logged as null and
                 listed in `not_finite`.
             gradient_norm: the norm of the gradients; omitted if None.
@@ -172,7 +172,7 @@ class FigureLog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time spent in the block, such as an evaluation, from all figures."""
+        """Exclude the time spent inside the context, such as an evaluation, from all figures."""
         before = Moment.now(self._now())
         try:
             yield
@@ -180,11 +180,11 @@ class FigureLog:
             self._began += Moment.now(self._now()) - before
 
     def forget_pause(self) -> None:
-        """Restart the timing of the current step, to exclude a pause before this call."""
+        """Restart the timing of the current step, to exclude the time before this call."""
         self._began = Moment.now(self._now())
 
     def close(self) -> None:
-        """Close the file and the writers. May be called more than once."""
+        """Close the file and the writers. Can be called more than once."""
         if self._file is not None:
             self._file.close()
             self._file = None

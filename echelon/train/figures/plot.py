@@ -1,4 +1,4 @@
-"""Draw a plot with one panel per figure, one colour per run, and a label at each line's end."""
+"""Draw a plot with one panel per figure, one color per run, and a label at the end of each line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Panel:
         scale: the factor by which the figure's values are multiplied.
         is_log: whether the axis is logarithmic when the values span more than a factor of ten.
         from_zero: whether the axis starts at 0.
-        is_noisy: whether the figure is so noisy that a running median is drawn too.
+        is_noisy: whether the figure is noisy; if so, a running median is also drawn.
         beside: the name and the label of a second figure, which is drawn dashed.
     """
 
@@ -147,7 +147,7 @@ def _draw_panel(place: Any, runs: Sequence[Run], panel: Panel) -> None:
 
 
 def _inliers(values: Sequence[float]) -> list[float]:
-    """Return the values that the axis must cover: all but the highest 1% and the lowest 1%."""
+    """Return the values that the axis must cover, without the highest 1% and the lowest 1%."""
     ordered = sorted(value for value in values if not math.isnan(value))
     cut = len(ordered) // 100
     return ordered[cut : len(ordered) - cut]
@@ -171,7 +171,7 @@ def _draw_beside(
 def _end(
     steps: Sequence[int], values: Sequence[float], text: str, colour: str
 ) -> list[tuple[float, float, str, str]]:
-    """Return a line's label and its position, which is that of the line's last finite value."""
+    """Return a label at a line's last finite value, or an empty list if there is no such value."""
     finite = [(s, v) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
     if not finite:
         return []
@@ -213,7 +213,7 @@ def _style(place: Any, panel: Panel, seen: Sequence[float]) -> None:
 
 
 def _label_ends(place: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Place the labels to the right of the lines without overlaps."""
+    """Draw the labels to the right of the lines so that they do not overlap."""
     if not ends:
         return
     right = max(end[0] for end in ends)

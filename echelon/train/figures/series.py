@@ -26,8 +26,8 @@ class Run:
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps that have a given figure, in order, and the figure's values.
 
-        If a step has several values, the last value is used. A value that was not finite is NaN,
-        which leaves a gap in the plot.
+        If a step has several values, the last value is used. A value that was not finite is
+        returned as NaN, which leaves a gap in the plot.
         """
         found: dict[int, float] = {}
         for line in self.lines:
@@ -41,9 +41,9 @@ class Run:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """Return, for each value, the median of the `width` values around it; NaN stays NaN.
+    """Replace each value with the median of the `width` values around it; NaN stays NaN.
 
-    The first values have smaller neighbourhoods, to preserve the start of a steeply falling series.
+    The windows of the first values are narrower, to preserve the start of a steeply falling series.
     """
     out = []
     for i, value in enumerate(values):

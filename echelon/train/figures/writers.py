@@ -37,7 +37,7 @@ class Writer(Protocol):
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the finite figures of a step.
 
-        If the method fails, the error is reported once and the writer is dropped.
+        If the method raises an error, the error is reported and the writer is no longer used.
         """
 
     def close(self) -> None:
@@ -49,8 +49,8 @@ class TensorBoardWriter:
 
     Args:
         folder: the folder of the event files.
-        first_step: the number of steps completed before this run; TensorBoard hides later steps of
-            an earlier run.
+        first_step: the number of steps completed before this run. TensorBoard hides any later
+            steps that an earlier run logged.
 
     Raises:
         ImportError: torch or tensorboard is not installed.
@@ -87,10 +87,11 @@ class WandbWriter:
 
     Args:
         project: the name of the project in Weights & Biases.
-        folder: the folder in which wandb keeps its files.
+        folder: the folder in which wandb stores its files.
         name: the name of the run; with None, wandb chooses a name.
         run_id: the ID of the run to continue; None means a new run.
-        mode: "offline" writes files that `wandb sync` uploads later; "online" uploads them.
+        mode: "offline" writes files that `wandb sync` can upload later; "online" uploads the
+            figures during the run.
         config: the settings to store with the run.
 
     Raises:
@@ -133,5 +134,5 @@ class WandbWriter:
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
-        """End the wandb run, and wait until wandb has written it."""
+        """Finish the wandb run, and wait until wandb has written all data."""
         self._run.finish()

@@ -6,7 +6,7 @@
 
 `import` stores the model's config in the checkpoint, as the plain value `model_config`. For
 checkpoints without this value, pass `--like` or `--config`. The exit code is 0 on success, 1 if a
-file cannot be read or written, and 2 for bad usage.
+file cannot be read or written, and 2 if an argument is invalid.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Define a layer of a transformer: attention and a feed-forward network, each preceded by a norm.
 
 Separate layers compute queries, keys and values, so that tensor parallelism can split each layer
-into whole heads. A rank's layers may therefore have fewer heads than the model, so the code takes
+into whole heads. A rank's layers can therefore have fewer heads than the model, so the code infers
 the number of heads from the tensors' shapes.
 
 Shapes: B sequences, T tokens, C width, H heads, D head width, F hidden.
@@ -20,7 +20,7 @@ from echelon.train.models.rotary import rotate
 
 
 class Attention(nn.Module):
-    """Causal self-attention, in which several query heads may share one key-value head."""
+    """Causal self-attention, in which several query heads can share one key-value head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
         """Attend from each position to itself and earlier positions: [B, T, C] -> [B, T, C].
 
-        A `mask` overrides this choice of positions.
+        If a `mask` is passed, it selects the positions instead.
 
         Args:
             x: the features of all positions.
             rotary: the table of a `RotaryTable`; with None, queries and keys are not rotated.
-            mask: for each position, the positions that it may attend to: bool [B, 1, T, T]. None
+            mask: for each position, the positions that it can attend to: bool [B, 1, T, T]. None
                 means the position itself and all earlier positions.
         """
         query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    """Return the output of attention: [B, H, T, D]. Keys and values may have fewer heads."""
+    """Return the output of attention: [B, H, T, D]. Keys and values can have fewer heads."""
     group = query.shape[1] // key.shape[1]
     if group > 1 and mask is not None:  # few kernels support both fewer heads and a mask
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -111,5 +111,5 @@ class Block(nn.Module):
 
 
 def _residual_std(config: ModelConfig) -> float:
-    """Return the initial standard deviation of layers that write to the residual stream (GPT-2)."""
+    """Return the initial std of the weights that write to the residual stream, as in GPT-2."""
     return INIT_STD / math.sqrt(2 * config.layers)

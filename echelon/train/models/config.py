@@ -73,8 +73,7 @@ class ModelConfig:
             approximation).
         positions: "rotary" or "learned".
         rotary_base: for rotary positions, the base of the frequencies.
-        rotary_scaling: for rotary positions, how the frequencies are scaled; None means that they
-            are not scaled.
+        rotary_scaling: for rotary positions, the scaling of the frequencies; None means no scaling.
         tied: whether the output head shares its weight with the token embedding.
         bias: whether the blocks' linear layers and the layer norms have biases.
         qkv_bias: whether the layers for queries, keys and values have biases even if `bias` is
@@ -157,9 +156,9 @@ class ModelConfig:
 
         N is the number of weights used in multiplications, including the head but not the
         embeddings. Two operations per weight in the forward pass and four in the backward pass give
-        6 N. The scores and the weighted sum of attention over a full context account for 12 L H D
-        T. This is the convention of the PaLM paper (appendix B), which does not subtract the masked
-        half of attention.
+        6 N. The scores and the weighted sum of attention in L layers, with H heads of width D and a
+        context of T tokens, account for 12 L H D T. This is the convention of the PaLM paper
+        (appendix B), which does not subtract the masked half of attention.
         """
         looked_up = 0 if self.tied else self.vocabulary * self.width
         if self.positions == "learned":
@@ -168,7 +167,7 @@ class ModelConfig:
         return 6 * (self.num_parameters() - looked_up) + attention
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as plain values, which `from_dict` accepts and checkpoints can hold."""
+        """Return the config as plain values, which `from_dict` and checkpoints accept."""
         return asdict(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Define layers that can initialize their weights, even after creation on the meta device."""
+"""Define layers that can initialize their weights after being created on the meta device."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class RotaryTable(nn.Module):
     """The cosines and sines of every position's angles.
 
     The table stays float32 even if the model is converted to another dtype, because bfloat16 cannot
-    resolve the angles of neighbouring positions. The table is recomputed when a model is moved off
+    resolve the angles of adjacent positions. The table is recomputed when a model is moved off
     the meta device.
 
     Attributes:
@@ -66,7 +66,7 @@ class RotaryTable(nn.Module):
             self.table.copy_(torch.stack((angles.cos(), angles.sin())))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the table without changing its dtype; its values are recomputed, not converted."""
+        """Move the table without changing its dtype, and recompute its values."""
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.table.dtype != torch.float32:
             self.table = torch.empty_like(self.table, dtype=torch.float32)

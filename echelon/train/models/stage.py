@@ -1,4 +1,4 @@
-"""Split a transformer into pipeline stages whose weights keep their names in the whole model."""
+"""Split a transformer into pipeline stages whose weights are named as in the whole model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TransformerStage(nn.Module):
         return self.final_norm(x) if self.is_last else x
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or convert the weights, and keep tied weights tied."""
+        """Move or convert the weights, and preserve the ties between weights."""
         has_both = self.is_last and "token" in self._modules
         tied = has_both and self.head.weight is self.token.weight
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

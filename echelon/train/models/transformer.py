@@ -2,7 +2,7 @@
 
     token -> (+ position) -> blocks -> final_norm -> head
 
-Checkpoints use the names of this model's parameters, no matter how the model is distributed.
+Checkpoints use the names of this model's parameters, regardless of how the model is distributed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Transformer(nn.Module):
         return make_plan(self.config)
 
     def num_parameters(self) -> int:
-        """Return the number of weights, which may be sharded; tied weights count once."""
+        """Return the number of weights in the whole model; tied weights count once."""
         return self.config.num_parameters()
 
     def flops_per_token(self) -> int:
@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         return self.config.flops_per_token()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or convert the weights, and keep tied weights tied."""
+        """Move or convert the weights, and preserve the ties between weights."""
         tied = self.head.weight is self.token.weight
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if tied:
@@ -160,16 +160,16 @@ def run(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return the mask that keeps attention within documents: bool [B, 1, T, T].
+    """Return the mask that restricts attention to single documents: bool [B, 1, T, T].
 
-    A position may attend to itself and to earlier positions of its own document.
+    A position can attend only to itself and to earlier positions of its own document.
     """
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]
 
 
 def _first_places(documents: Tensor, places: Tensor) -> Tensor:
-    """Return, for each token, the position in the row where its document starts: int64 [B, T]."""
+    """Return the position in its row at which each token's document starts: int64 [B, T]."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return torch.where(starts, places, 0).cummax(dim=1).values

@@ -1,4 +1,4 @@
-"""Provide optimizers that need full matrices, even if the parameters are sharded."""
+"""Provide optimizers that compute on full matrices even if the parameters are sharded."""
 
 from echelon.train.optimizers.groups import matrix_groups
 from echelon.train.optimizers.muon import Muon

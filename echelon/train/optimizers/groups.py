@@ -32,10 +32,10 @@ def matrix_groups(
     Muon trains the hidden matrices. AdamW trains the embeddings, the output head and all parameters
     that do not have exactly two dims. Vectors (biases, norms) are trained without weight decay. The
     classification depends only on names, full shapes and module types, so every layout of the model
-    gives the same groups. A group may be empty, for example in a pipeline stage.
+    gives the same groups. A group can be empty, for example in a pipeline stage.
 
     Args:
-        model: a module, which may be sharded; a pipeline; or the result of `parallelize`.
+        model: a module (sharded or not), a pipeline, or the result of `parallelize`.
         not_hidden: patterns (`fnmatch`) of the names of matrices that AdamW should train. AdamW
             always trains the matrices of `nn.Embedding` and the matrices tied to them.
 
@@ -84,7 +84,7 @@ def _module_of(model: nn.Module | Any) -> nn.Module:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the full parameter; `parameter` may be a shard or a slice of it."""
+    """Return the shape of the full parameter, even if `parameter` is a shard or a slice."""
     part, member = slice_of(parameter), member_of(parameter)
     if part is not None:
         return part.shape

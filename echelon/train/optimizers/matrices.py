@@ -11,7 +11,7 @@
 A rank holds one full matrix at a time. For each matrix, a rank sends its shard and receives the
 update of that shard; the owner receives the full matrix and sends the shards of the update.
 
-The replicas of a mesh take turns: replica k computes rounds k, k + R, ... and broadcasts the
+The R replicas of a mesh take turns: replica k computes rounds k, k + R, ... and broadcasts the
 results. The work is thus split across all ranks, and all replicas get the same results.
 """
 
@@ -43,7 +43,7 @@ class Matrix:
             the momentum, in any shape.
         compute: a function that is called on the owner with the full matrix and returns a matrix
             of the same size.
-        apply: a function that is called with this rank's shard of the result, [length].
+        apply: a function that is called with this rank's shard of the result, a 1-dim tensor.
     """
 
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ class Bucket:
     def _one_round(
         self, matrices: Sequence[Matrix], dtype: torch.dtype, *, is_mine: bool
     ) -> Tensor:
-        """Return this rank's shards of the results; uninitialized in another replica's round."""
+        """Return this rank's shards of the results; their values are undefined unless `is_mine`."""
         # A replica's momentum moves in every round, whichever rank computes.
         parts = [matrix.momentum().reshape(-1).to(self.device, dtype) for matrix in matrices]
         sent = torch.cat(parts)

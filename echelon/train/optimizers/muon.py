@@ -5,11 +5,11 @@ factor. The update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large a
 so that both optimizers can share a learning rate and a decoupled weight decay (Liu et al. 2025,
 "Muon is Scalable for LLM Training"). Torch's own AdamW function trains all other parameters.
 
-Muon needs full matrices, not shards. The momentum is kept in shards, like AdamW's state. In each
+Muon needs full matrices, not shards. The momentum is stored in shards, like AdamW's state. In each
 step, each matrix is assembled on one rank, which computes the update for all ranks (`matrices.py`).
-If tensor parallelism splits a matrix, that rank and its neighbours on axis "tp" assemble the
-matrix from its slices. Except for the rounding of the gradients, the results equal those of a
-single process.
+If tensor parallelism splits a matrix, that rank and the other ranks of its group on axis "tp"
+assemble the matrix from its slices. Except for the rounding of the gradients, the results equal
+those of a single process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Muon(Optimizer):
     Under `fully_shard`, a step is collective among the ranks of each unit: either all of these
     ranks or none of them must take the step. `GradScaler` and `FiniteGuard` satisfy this condition.
     Clip with `clip_grad_norm_` as usual, although the norm of a matrix's gradient does not affect
-    its update.
+    the matrix's update.
 
     Args:
         params: a module, a pipeline or the result of `parallelize`, whose parameters
@@ -177,7 +177,11 @@ class Muon(Optimizer):
         return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
 
     def _compute(self, group: dict[str, Any], parameter: Tensor, matrix: Tensor) -> Tensor:
-        """Return a matrix's orthogonal factor; for a slice, return the same slice of the factor."""
+        """Return a matrix's orthogonal factor.
+
+        If `matrix` is a slice of a larger matrix, return the same slice of that matrix's factor. In
+        this case, the call is collective across the tensor-parallel group.
+        """
         part, ranks = slice_of(parameter), self._tensor_group
         if part is None or ranks is None:
             return orthogonalize(matrix, group["num_iterations"])

@@ -1,8 +1,9 @@
 """Compute a matrix's orthogonal factor by Newton-Schulz iterations, which use only matrix products.
 
 With M = U S V^T, the result is U S' V^T, where the values of S' lie between about 0.7 and 1.2. The
-coefficients of the quintic are Keller Jordan's (https://kellerjordan.github.io/posts/muon, 2024),
-chosen for the steepest slope at 0 rather than for convergence to 1.
+coefficients of the quintic polynomial are Keller Jordan's
+(https://kellerjordan.github.io/posts/muon, 2024). They are chosen for the steepest slope at 0
+rather than for convergence to 1.
 """
 
 from __future__ import annotations

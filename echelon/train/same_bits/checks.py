@@ -1,4 +1,4 @@
-"""Reject models, optimizers, ranges and micro-batches that would not give the same bits."""
+"""Reject training setups whose results depend on the number of ranks or are not reproducible."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[Run, ...]:
-    """Return every rank's range of micro-batches, given this rank's. Collective.
+    """Exchange ranges of micro-batches, and return the range of every rank. Collective.
 
     If this rank passes None, the micro-batches are split evenly.
 
@@ -104,7 +104,7 @@ def no_collectives(group: ProcessGroup) -> Iterator[None]:
     """Raise an error if a collective on the world or on `group` is called inside the context.
 
     Raises:
-        ValueError: a collective was called. Its result would depend on the number of ranks.
+        ValueError: a collective was called, whose result would depend on the number of ranks.
     """
     groups = list(dict.fromkeys([dist.world(), group]))
     before = [one.num_collectives for one in groups]
@@ -125,7 +125,7 @@ def check_reproducible(step: int, rows: Sequence[Sequence[str]], ranks: Sequence
     """Compare the digests of micro-batch 0, which every rank has computed twice.
 
     Args:
-        step: the number of the step, for the message.
+        step: the number of the step, for the error message.
         rows: the first and the second digest of each rank.
         ranks: the global rank of each row.
 

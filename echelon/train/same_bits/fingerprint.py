@@ -22,12 +22,12 @@ def fingerprint(model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | 
     """Return the SHA-256 of a model's parameters and buffers, and of its optimizer's state.
 
     Equal values give equal fingerprints on any number of ranks, whether the model is replicated,
-    sharded or split into stages. For a sharded model or a pipeline, the call is collective and
-    assembles one parameter at a time.
+    sharded or split into stages. For a sharded model or a pipeline, the call is collective.
+    Parameters are assembled one at a time.
 
     Args:
-        model: the model, which may be sharded by `fully_shard`, or a pipeline whose stages have the
-            model's names.
+        model: the model, optionally sharded by `fully_shard`, or a pipeline whose stages use the
+            parameter names of the whole model.
         optimizer: the optimizer of the model's parameters; None means that only the weights are
             hashed.
 
@@ -65,7 +65,7 @@ def joined(stages: Iterable[dict[str, _T]]) -> dict[str, _T]:
 def _hashes(
     prefix: str, module: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, str]:
-    """Return the hash of each parameter with its optimizer's state, and of each buffer."""
+    """Return one hash per parameter, including its optimizer state, and one hash per buffer."""
     divided = {id(shard.parameter): shard for shard in shards(module).values()}
     found = {}
     for name, parameter in module.named_parameters():

@@ -20,7 +20,7 @@ import torch
 
 
 class FingerprintLog:
-    """A writer of one rank's lines; each call returns once its line has been written.
+    """A log of one rank's hashes; each method writes one line before it returns.
 
     Args:
         folder: the folder of the file; created if it does not exist.

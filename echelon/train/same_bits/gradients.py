@@ -1,7 +1,8 @@
 """Sum a module's gradients over micro-batches, then average them over all ranks.
 
 The backward pass of each micro-batch leaves gradients in `.grad`. They are moved out of `.grad`
-immediately, so that only the canonical tree adds the gradients of two micro-batches.
+immediately, so that autograd never adds the gradients of two micro-batches. Gradients are added
+only in the order of the canonical tree, which is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Gradients:
     """The gradients of a module on one rank. Creating this object is collective.
 
     Args:
-        module: a model, or one stage of a pipeline; it may be sharded.
+        module: a model or one stage of a pipeline, optionally sharded.
         group: the ranks across which the micro-batches are split.
         runs: each rank's range of micro-batches.
 
@@ -54,7 +55,7 @@ class Gradients:
         """Check that no parameter has started to require gradients since this object was created.
 
         Raises:
-            ValueError: a parameter that requires gradients is not in any vector.
+            ValueError: a parameter has started to require gradients, or a parameter was added.
         """
         known = {id(one) for _, one in self._trained}
         for name, parameter in self._module.named_parameters():
@@ -66,7 +67,7 @@ class Gradients:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep sharded units gathered in the context, and drop the gradients after an exception."""
+        """Gather sharded units for the context; after an exception, discard the gradients."""
         self.drop()
         self._sums = [_Sums(self._run, len(one.owners)) for one in self._vectors]
         sharded = bool(units_of(self._module))
@@ -83,16 +84,16 @@ class Gradients:
             reshard_keeping_memory(self._module)  # the next step gathers all units again
 
     def drop(self) -> None:
-        """Drop the gradients of the micro-batches and of the last step."""
+        """Discard the gradients of the micro-batches and of the last step."""
         for vector in self._vectors:
             vector.drop()
 
     def take(self) -> list[Taken]:
-        """Move the gradients of a micro-batch, or of half its backward pass, out of `.grad`."""
+        """Move the gradients of a full or half backward pass of one micro-batch out of `.grad`."""
         return [vector.take() for vector in self._vectors]
 
     def add(self, number: int, taken: list[Taken]) -> None:
-        """Add one micro-batch's gradients, in any order of micro-batches; reuse their memory."""
+        """Add one micro-batch's gradients, and reuse their memory. Calls can be in any order."""
         for sums, one in zip(self._sums, taken, strict=True):
             sums.add(number, one)
 
@@ -147,7 +148,7 @@ class Gradients:
 
 
 class _Sums:
-    """The sums of one vector's gradients over a range of micro-batches, in the canonical tree."""
+    """The partial sums of one vector's gradients over a range of micro-batches."""
 
     def __init__(self, run: Run, num_parameters: int) -> None:
         self._run = run

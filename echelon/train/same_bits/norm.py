@@ -23,7 +23,7 @@ def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
     """Return the sum of squares of each gradient, keyed by the parameter's name.
 
     Collective over `group` and the groups of the sharded units. Parameters that all ranks hold in
-    full are distributed across the ranks, each of which computes the sums of its own.
+    full are distributed across the ranks, and each rank computes the sums of its share.
 
     Args:
         module: a module whose gradients have been reduced.
@@ -49,7 +49,7 @@ def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
 
 
 def _of_whole(values: Mapping[str, torch.Tensor], group: ProcessGroup) -> dict[str, torch.Tensor]:
-    """Return the sum of squares of each tensor, which all ranks hold in full. Collective."""
+    """Return each tensor's sum of squares. All ranks must hold the full tensors. Collective."""
     if not values:
         return {}
     own = _divided({name: one.numel() for name, one in values.items()}, group.size)[group.rank]
@@ -83,7 +83,7 @@ def _divided(sizes: Mapping[str, int], num_parts: int) -> list[set[str]]:
 
 
 def norm_of(sums: Mapping[str, float]) -> float:
-    """Return the 2-norm of all gradients, adding the squares in order of parameter names."""
+    """Return the 2-norm of all gradients, adding the sums in the order of the parameters' names."""
     if not sums:
         return 0.0
     ordered = [sums[name] for name in sorted(sums)]
@@ -93,7 +93,7 @@ def norm_of(sums: Mapping[str, float]) -> float:
 def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:
     """Return the sum of squares of each sharded gradient, keyed by its parameter. Collective.
 
-    Every rank sends one message per group, which covers all units of the group.
+    Each group uses one all_reduce for all of its units.
     """
     units: dict[tuple[ProcessGroup, torch.device], list[Flat]] = {}
     for flat in dict.fromkeys(member.flat for member in members):
@@ -118,7 +118,7 @@ def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:
 
 
 def _blocks(flat: Flat) -> Iterator[tuple[Member, PartialBlocks]]:
-    """Yield each parameter that has a gradient, with its blocks."""
+    """Yield each parameter that has a gradient, and the blocks in which its squares are summed."""
     layout, ranks = flat.layout, range(flat.group.size)
     for index, member in enumerate(flat.members):
         if member.shard.grad is None:

@@ -1,8 +1,9 @@
 """Train a pipeline to weights that are bitwise identical to those of a single process.
 
-Each stage sums the gradients of its micro-batches, over its replicas or shards, in the order of the
-canonical tree. The RNG state is sent with the activations. The norm is summed over the parameters
-in the order of their names, and does not depend on where the model is split.
+Each stage sums the gradients of its micro-batches over its replicas or shards in the order of the
+canonical tree, which is the same for every layout. The RNG state is sent with the activations. The
+norm is summed over the parameters in the order of their names, and does not depend on where the
+model is split.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Take = Callable[[int, Stage, list[Taken]], None]
 
 
 class SameBitsPipeline:
-    """Pipeline training steps whose gradients, losses and norms do not depend on the layout.
+    """A wrapper around a pipeline that makes gradients, losses and norms independent of the layout.
 
     Weights, losses and norms have the same bits as those of `SameBits` on the whole model, for any
     number of stages, replicas and shards. Creating this object is collective.
@@ -141,7 +142,7 @@ class SameBitsPipeline:
 
         Raises:
             NotReproducibleError: at the first step, a micro-batch gave different bits when it was
-                computed again or on another replica.
+                recomputed, or computed on another replica.
             ValueError: a forward pass changed a buffer; also raised in the cases listed for
                 `Pipeline.step`.
             CollectiveError: a rank was lost or did not join.
@@ -164,9 +165,9 @@ class SameBitsPipeline:
         return self.mean(losses)
 
     def mean(self, values: Sequence[float]) -> float:
-        """Average one value per micro-batch, such as a metric, in the order of the canonical tree.
+        """Average one value per micro-batch, such as a metric, adding the values in a fixed order.
 
-        Collective over all ranks of the pipelines; the result has the same bits on every rank.
+        Collective over all ranks of the pipelines. The result has the same bits on every rank.
 
         Args:
             values: on the last stage's rank, the values of this pipeline's micro-batches, in order
@@ -289,7 +290,7 @@ class _Listener:
         seed: the seed of the run.
         step: the number of the optimizer step.
         numbers: the numbers of the micro-batches in this batch.
-        gradients: the gradients of each stage, keyed by its index.
+        gradients: the gradients of each stage, keyed by stage index.
         replicas: the ranks that run the same stages.
         take: a function that is called with a micro-batch's number, a stage and the complete
             gradients.
@@ -314,7 +315,7 @@ class _Listener:
 
     @contextlib.contextmanager
     def random(self, stage: Stage, microbatch: int, state: torch.Tensor | None) -> Iterator[None]:
-        """See `echelon.dist.pipeline.execute.separate.Listener`."""
+        """Set the RNG state for a forward pass, and restore the previous state afterwards."""
         device = stage.device or torch.device("cpu")
         if state is None:
             drawn = micro_batch_random(self._seed, self._step, self._numbers[microbatch], device)
@@ -324,11 +325,11 @@ class _Listener:
             yield
 
     def random_state(self, stage: Stage) -> torch.Tensor:
-        """See `echelon.dist.pipeline.execute.separate.Listener`."""
+        """Return the state of the random generators, for the next stage."""
         return random_state(stage.device or torch.device("cpu"))
 
     def computed(self, stage: Stage, microbatch: int, *, is_complete: bool) -> None:
-        """See `echelon.dist.pipeline.execute.separate.Listener`."""
+        """Collect a stage's gradients after a full or half backward pass."""
         taken = self._gradients[stage.index].take()
         key = stage.index, microbatch
         if key in self._halves:

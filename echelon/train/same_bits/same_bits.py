@@ -1,9 +1,9 @@
 """Train to bitwise identical weights on any number of ranks.
 
-Each micro-batch is computed by one rank, in its own shape and with its own random numbers.
-Gradients, losses and the norm are summed in the canonical tree over the micro-batch numbers.
-Sharded units stay gathered while a step's micro-batches are computed, so that ranks may have
-different numbers of micro-batches.
+Each micro-batch is computed separately by one rank, with its own random numbers. Gradients, losses
+and the norm are summed in the order of the canonical tree, which depends only on the numbers of the
+micro-batches. Sharded units stay gathered while a step's micro-batches are computed, so that ranks
+can have different numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Compute = Callable[[int], torch.Tensor]
 
 
 class SameBits:
-    """Training steps whose gradients, losses and norms do not depend on the number of ranks.
+    """A wrapper around a model that makes gradients and losses independent of the number of ranks.
 
     Creating a `SameBits` is collective, because unsharded parameters and buffers are copied from
     the group's first rank.
 
     Args:
-        model: the model, which may be sharded by `fully_shard` among ranks of `group`.
+        model: the model, optionally sharded by `fully_shard` among ranks of `group`.
         optimizer: the optimizer of the model's parameters.
         micro_batches: the number of micro-batches per step, over all ranks. The bits depend on this
             number, but not on the number of ranks.
@@ -122,7 +122,7 @@ class SameBits:
 
         Raises:
             NotReproducibleError: at the first step, a micro-batch gave different bits when it was
-                computed again or on another rank; raised on all ranks.
+                recomputed, or computed on another rank; raised on all ranks.
             ValueError: a loss is not a scalar, a forward pass changed a buffer of the model, or a
                 micro-batch called a collective.
             CollectiveError: a rank was lost or did not join.
@@ -144,9 +144,9 @@ class SameBits:
         return self._mean(gradients.reduce(losses))
 
     def mean(self, values: list[float]) -> float:
-        """Average one value per micro-batch, such as a metric, in the order of the canonical tree.
+        """Average one value per micro-batch, such as a metric, adding the values in a fixed order.
 
-        Collective; the result has the same bits on every rank.
+        Collective. The result has the same bits on every rank.
 
         Args:
             values: the values of this rank's micro-batches, in order of their numbers.

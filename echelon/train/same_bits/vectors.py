@@ -1,4 +1,4 @@
-"""Define the vectors in which gradients are reduced, for full parameters and for sharded units."""
+"""Reduce the gradients of several full or sharded parameters as one vector."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Vector(Protocol):
         """Move one micro-batch's gradients out of `.grad`, and convert them to `dtype`."""
 
     def drop(self) -> None:
-        """Drop the gradients of the micro-batches and of the last step."""
+        """Discard the gradients of the micro-batches and of the last step."""
 
     def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
         """Reduce this rank's sums, and put the averages into `.grad`. Collective.
 
         Args:
-            nodes: the sums of this rank's range.
+            nodes: the nodes of the canonical tree that cover this rank's range, with their sums.
             present: for each parameter, whether any rank has a gradient for it.
         """
 
@@ -190,7 +190,7 @@ def _gaps(layout: Layout) -> list[slice]:
 
 
 def _memory_of(sums: TreeSums) -> torch.Tensor:
-    """Return the memory of a vector that has already been sent, or else new memory."""
+    """Return a vector whose values have already been sent, for reuse, or else a new vector."""
     for _, vector in sums.nodes():
         return vector
     return torch.empty(sums.numel, dtype=sums.dtype, device=sums.device)
@@ -205,7 +205,7 @@ def _packed(
     places: Callable[[torch.Tensor], list[torch.Tensor]],
     gaps: Sequence[slice],
 ) -> TreeSums:
-    """Copy the sums of a range into one vector per node; absent gradients and gaps are zero."""
+    """Copy each tree node's sums into one vector, with zeros for absent gradients and gaps."""
     vectors = []
     for node, taken in nodes:
         vector = torch.empty(numel, dtype=dtype, device=device)

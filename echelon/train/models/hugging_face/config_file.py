@@ -1,7 +1,7 @@
 """Read and write config.json, and reject models with features that are not implemented.
 
 Unsupported settings and unknown keys are errors, because ignoring them could silently give wrong
-results. The caller may list unknown keys that do not matter (`ignore`).
+results. The caller can list unknown keys that do not affect the results (`ignore`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 
 
 class _Reader:
-    """A reader of a config.json that records which keys have been read."""
+    """A reader that records which keys of a config.json have been read."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         self.path = path
@@ -120,7 +120,7 @@ class _Reader:
             )
 
     def notes(self) -> list[str]:
-        """Return notes about the config, which the caller should show to the user."""
+        """Return the notes about the config that the caller should show to the user."""
         dropouts = [key for key in sorted(_DROPOUTS) if self._content.get(key, 0) != 0]
         if not dropouts:
             return []
@@ -141,7 +141,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
 
     Raises:
         CheckpointError: the file is missing or damaged, or describes a model that this package does
-            not implement; the message names the setting.
+            not implement; the error message names the setting.
 
     Warns if the model has dropout, which is not implemented.
     """
@@ -164,7 +164,7 @@ def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig,
 
 
 def token_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the IDs of special tokens in a folder's config.json, to be passed as `extra`.
+    """Return the IDs of special tokens from a folder's config.json, for use as `extra`.
 
     Raises:
         CheckpointError: the file is missing or damaged.

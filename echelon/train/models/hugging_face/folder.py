@@ -98,7 +98,7 @@ class HuggingFaceFolder:
             piece.copy_(stored[first : first + piece.numel()])
 
     def close(self) -> None:
-        """Close the files. May be called more than once."""
+        """Close the files. Can be called more than once."""
         self._last = None
         while self._files:
             self._files.pop().close()
@@ -108,7 +108,7 @@ class HuggingFaceFolder:
         return columns.t() if part.transposed else columns
 
     def _read_whole(self, name: str) -> Tensor:
-        """Return one of the folder's tensors; the last tensor read is cached."""
+        """Return one of the folder's tensors, and cache it until another tensor is read."""
         if self._last is None or self._last[0] != name:
             self._last = None
             stored = self._stored(name)

@@ -89,7 +89,7 @@ class Whole:
 
 
 def wholes(config: ModelConfig) -> list[Whole]:
-    """Return a model's tensors as `transformers` stores them, without a tied head.
+    """Return a model's tensors as `transformers` stores them, omitting a tied head.
 
     Raises:
         ValueError: `transformers` has no such model.
@@ -110,7 +110,7 @@ def is_derived(name: str) -> bool:
 
 
 def lacks_prefix(names: Iterable[str]) -> bool:
-    """Return whether a file's names lack GPT-2's usual prefix, as in published files."""
+    """Return whether tensor names lack the `transformer.` prefix, as in published GPT-2 files."""
     return "wte.weight" in names
 
 

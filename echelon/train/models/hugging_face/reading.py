@@ -32,8 +32,8 @@ def load_pretrained(
 ) -> Transformer:
     """Load the whole model from a `transformers` folder. Collective if a world exists.
 
-    If the whole model is too large for one rank, create it on the meta device and shard it;
-    `load_weights` then fills the shards.
+    If the whole model is too large for one rank, create it on the meta device, shard it, and fill
+    the shards with `load_weights`.
 
     Args:
         folder: a folder that contains config.json and safetensors files; see `read_config` for the
@@ -74,17 +74,17 @@ def load_weights(
 ) -> None:
     """Fill a model in place from a `transformers` folder. Collective if a world exists.
 
-    Every rank loads what it holds: the whole model, its shards (`fully_shard`, DTensors), or its
-    stage. Data that several ranks need is read once and sent to the others, in windows of at most
-    64 MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
+    Every rank loads its part: the whole model, its shards (`fully_shard`, DTensors), or its stage.
+    Data that several ranks need is read once and sent to the other ranks, in windows of at most 64
+    MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
     Floating-point values are converted to the model's dtype. An error while tensors are being read
     leaves the model partly filled; all other errors are detected earlier. Ranks wait for each
-    other, at most for the world's timeout.
+    other for at most the world's timeout.
 
     Args:
         folder: a folder that contains config.json and safetensors files; see `read_config` for the
             supported models.
-        model: a `Transformer` or a stage of one, which may be wrapped.
+        model: a `Transformer` or a stage of a `Transformer`, optionally wrapped.
         ignore: keys of config.json that are unknown to echelon and do not affect what the model
             computes.
 
@@ -120,7 +120,7 @@ def _is_first(peers: Peers) -> bool:
 
 
 def config_of(model: nn.Module) -> ModelConfig:
-    """Return the config of a model, which may be wrapped, or of a rank's stages.
+    """Return the config of a model (wrapped or not) or of a rank's stages.
 
     Raises:
         ValueError: the module is not one of echelon's models.

@@ -1,7 +1,7 @@
 """Read and write the rotary settings in config.json, which have an older and a newer form.
 
-Up to version 4, `transformers` writes `rope_theta` and `rope_scaling`; from version 5 on, it writes
-`rope_parameters`, which holds both.
+Up to version 4, `transformers` writes the keys `rope_theta` and `rope_scaling`. From version 5 on,
+it writes the key `rope_parameters`, which holds both settings.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class _How:
     """The options for writing a model.
 
     Raises:
-        ValueError: a file cannot have this dtype or size, or a key is not allowed in config.json.
+        ValueError: the dtype or the size limit is invalid, or a key is not allowed in config.json.
     """
 
     dtype: torch.dtype | None
@@ -72,12 +72,12 @@ def save_pretrained(
     """Write a model in the format of `transformers`: config.json and safetensors. Collective.
 
     A model that is distributed (by `fully_shard`, as DTensors, or in stages) is first saved as a
-    checkpoint inside the folder, which temporarily takes twice the space. Rank 0 then writes one
-    tensor at a time, and the other ranks wait, at most for the world's timeout. Other files in the
-    folder, such as those of a tokenizer, are kept.
+    checkpoint inside the folder, which temporarily doubles the required disk space. Rank 0 then
+    writes one tensor at a time, and the other ranks wait for at most the world's timeout. Other
+    files in the folder, such as those of a tokenizer, are left unchanged.
 
     Args:
-        model: a `Transformer` or this rank's stage of one, which may be wrapped.
+        model: a `Transformer` or this rank's stage of a `Transformer`, optionally wrapped.
         folder: the folder to write, on a file system that all hosts share; created if it does not
             exist.
         dtype: the dtype in which the weights are stored; None means the dtype of the model's
@@ -126,8 +126,8 @@ def convert(
     """Write a checkpoint's model in the format of `transformers`, in a single process.
 
     Args:
-        checkpoint: the checkpoint's folder, or one version in that folder; it may have been saved
-            by any number of ranks.
+        checkpoint: the checkpoint's folder, or one version in that folder, saved by any number of
+            ranks.
         folder: the folder to write; created if it does not exist.
         config: the model's config.
         key: the checkpoint's entry for the module; None means the only module in the checkpoint.
@@ -195,7 +195,7 @@ def _stored(tensor: Tensor) -> StoredTensor:
 
 
 class _Writer:
-    """A converter that produces the tensors of `transformers` one at a time."""
+    """A converter that produces tensors in the format of `transformers`, one at a time."""
 
     def __init__(
         self,
