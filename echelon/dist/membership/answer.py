@@ -31,7 +31,7 @@ class Answer:
 
 
 def answer_of(state: GroupState) -> str:
-    """Encode this rank's answer. Safe on any thread."""
+    """Encode this rank's answer. Safe to call on any thread."""
     waits = state.waits()
     return json.dumps(
         {
@@ -61,7 +61,7 @@ def origins(
 
     Returns:
         The group ranks at the ends of the chains, and the group ranks in between. A cycle has no
-        end; if there are only cycles, the result is `late` and no ranks in between.
+        end. If all chains are cycles, the result is `late` and an empty list.
     """
     ends: list[int] = []
     between: list[int] = []
