@@ -16,9 +16,9 @@
     ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
     └── LaunchError                 a job cannot be started as requested
 
-The type depends on what is at fault. A caller's mistake raises a `ValueError` or `TypeError` at the
-public boundary, a failure of the environment raises one of these errors, and a bug in echelon
-raises an `AssertionError`.
+The type of an exception depends on what is at fault. A caller's mistake raises a `ValueError` or
+`TypeError`, a failure of the environment raises one of these errors, and a bug in echelon raises an
+`AssertionError`.
 """
 
 from __future__ import annotations

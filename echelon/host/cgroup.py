@@ -30,7 +30,10 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits and usage of a process's cgroups at one moment. None means unlimited or unknown."""
+    """The limits and usage of a process's cgroups at one moment.
+
+    None means unlimited or unknown.
+    """
 
     throttled_ns: int | None = None  # since the cgroup was made
     memory_bytes: int | None = None

@@ -20,7 +20,7 @@ _EXIT_CODE_FIELD = 49  # in /proc/PID/stat, counted after the name; readable if 
 
 
 def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[HostChild, ...], int]:
-    """Examine up to `limit` descendants; return the live or zombie ones and the total number."""
+    """Examine up to `limit` descendants; return those that still exist, and the total number."""
     below = descendants(pid)
     return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)
 

@@ -47,7 +47,7 @@ class HostThread:
 
     @property
     def is_in_collective(self) -> bool:
-        """True if this is a Gloo thread in a collective, where it waits on a futex with a timeout."""
+        """True if this is a Gloo thread in a collective, waiting on a futex with a timeout."""
         return self.is_gloos and self.call == "futex" and self.timed
 
 

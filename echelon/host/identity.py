@@ -90,7 +90,7 @@ def network_of(pid: int) -> int:
 def stat_fields(pid: int) -> list[str]:
     """Return the fields after the name in /proc/PID/stat, or [] if the process does not exist.
 
-    The name may contain spaces and parentheses, so the fields start after the last closing
+    The name can contain spaces and parentheses, so the fields start after the last closing
     parenthesis.
     """
     try:

@@ -130,7 +130,8 @@ def should_stop() -> bool:
     agree on the stop again.
 
     Returns:
-        True once a rank has received a signal or called `request_stop` and the ranks have agreed.
+        True once the ranks have agreed to stop, after any of them received a signal or called
+        `request_stop`.
 
     Raises:
         ValueError: there is no world, or the first call is not on the main thread.

@@ -57,7 +57,7 @@ def is_small(operation: Operation) -> bool:
 
 
 def finish(operation: Operation, rows: Flat, rank: int) -> None:
-    """Compute a small operation's result from all ranks' rows, in rank order, and store it."""
+    """Compute a small operation's result from all ranks' rows, and store it in the target."""
     source, target = operation.source, operation.target
     if target is None:
         return

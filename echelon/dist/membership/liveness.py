@@ -1,4 +1,4 @@
-"""Determine which members of a group are at fault: dead, closed, late, or blamed by another rank.
+"""Determine which members of a group are at fault: dead, departed, late or blamed by another rank.
 
 Evidence, strongest first:
 

@@ -27,7 +27,7 @@ def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
 
 
 def take_if_still_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK, GET and CHECK; return None if either CHECK finds no key."""
+    """Read the answers to CHECK, GET and CHECK; return the value, or None if a CHECK failed."""
     value = take_if_present(channel, deadline)
     return value if take_check(channel, deadline) else None
 

@@ -1,11 +1,12 @@
 """Implement torch's Store API over a connection to echelon's server or to torch's.
 
 All calls block, are thread-safe and have a deadline. The handshake determines whether the server is
-echelon's or torch's. `our_calls` implements the calls for echelon's server, and `torch_calls` those
-for torch's server. On echelon's server, every call takes one round trip.
+echelon's or torch's. `our_calls` implements the calls for echelon's server, and `torch_calls` the
+calls for torch's server. With echelon's server, every call takes one round trip.
 
-If the connection breaks, reads and waits are retried. All other calls (add, append, compare_set,
-queue operations, rounds) fail with an error that reports the broken connection.
+If the connection breaks, reads and waits are retried. All other calls, such as add, append,
+compare_set, queue operations, barriers and gathers, fail with an error that reports the broken
+connection.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class TCPStore(Store):
         """Return statistics about echelon's server.
 
         Raises:
-            StoreError: the server is torch's, which does not keep statistics.
+            StoreError: the server is torch's, which does not collect statistics.
         """
         if not isinstance(self._calls, OurCalls):
             raise StoreError(

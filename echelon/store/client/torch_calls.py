@@ -1,8 +1,8 @@
 """Implement the Store API for torch's server.
 
-Gathers are built from plain commands (see the note in `base`). If a connection breaks, reads and
-waits are retried (see `Exchanges`). All other calls (add, append, compare_set, queue operations,
-rounds) fail with an error that reports the broken connection.
+Gathers are built from plain operations (see the note in `base`). If a connection breaks, reads and
+waits are retried (see `Exchanges`). All other calls, such as add, append, compare_set, queue
+operations, barriers and gathers, fail with an error that reports the broken connection.
 """
 
 from __future__ import annotations

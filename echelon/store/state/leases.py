@@ -1,9 +1,10 @@
 """Manage presences, which are keys with a lease that a session renews.
 
-A connection does not prove that a process is alive. A forked child may keep a connection open, and
-a brief network failure may close it. A presence therefore belongs to a session: a client that may
-reconnect. The presence ends when it is released or its lease expires. When the session's connection
-closes, the session's leases are shortened to a grace period, in which a live client can reconnect.
+A connection does not prove that a process is alive. A forked child can keep a connection open, and
+a brief network failure can close a connection. A presence therefore belongs to a session, which
+identifies a client across reconnections. The presence ends when it is released or its lease
+expires. When the session's connection closes, the session's leases are shortened to a grace period,
+in which a live client can reconnect.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Leases:
         return len(self._keys_of.get(session, ()))
 
     def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
-        """Store a key that is deleted when the lease ends, unless the value has been replaced.
+        """Store a key that is deleted when the lease ends, unless its value is replaced first.
 
         Raises:
             ValueError: the server has reached its limit on keys.
