@@ -29,7 +29,7 @@ a running job.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code: 2 for invalid usage, 141 for a closed pipe."""
+    """Run a subcommand; return its exit code: 2 for invalid usage, 141 for a closed output pipe."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "--help"
     if command == "run":  # a job outlives its output

@@ -18,7 +18,7 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of cores that this process may use, at least 1.
+    """Return the number of cores that this process is allowed to use, at least 1.
 
     Args:
         root: the folder where the cgroups are mounted.

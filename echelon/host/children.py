@@ -56,7 +56,7 @@ def _exit_code(fields: list[str]) -> int | None:
 
 
 def _is_python(pid: int) -> bool:
-    """Return whether a process has Python mapped, so that py-spy can read its stacks."""
+    """Return whether a process has loaded Python, so that py-spy can read its stacks."""
     return "python" in read_text(f"/proc/{pid}/maps", "maps", [])
 
 

@@ -1,4 +1,4 @@
-"""Read what /proc shows about a process. Used only by the agent.
+"""Read what /proc shows about a process. Only the launcher's agent uses this module.
 
 A container can deny access to any file. The name of a denied file is added to `not_permitted`, and
 the values from this file are left empty.

@@ -29,8 +29,8 @@ class Row(NamedTuple):
         state: the TCP state, as two hexadecimal digits.
         unsent_bytes, unread_bytes: the sizes of the socket's queues. A listening socket's queues
             count connections.
-        uid: the user that opened the socket; 0 once no process holds the socket.
-        inode: the socket's inode; 0 once no process holds the socket.
+        uid: the user that opened the socket; 0 if the socket no longer belongs to a process.
+        inode: the socket's inode; 0 if the socket no longer belongs to a process.
     """
 
     local: str
@@ -89,7 +89,7 @@ def _words(raw: bytes) -> str:
 
 
 def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
-    """Return the uid of the remote socket's owner for each connection within this host.
+    """Return, for each connection within this host, the uid of the remote socket's owner.
 
     Connections that are no longer established or are in neither table are omitted. Reading a table
     takes a few microseconds per socket on the host, so do not call this function in an event loop.

@@ -1,11 +1,11 @@
-"""Provide FileStore, a store whose contents are in a shared file.
+"""Provide FileStore, a store that saves its contents in a shared file.
 
 The file is a log: a header, followed by one record per change. To make a change, a writer locks the
 file, reads the records that other processes have appended, and appends its own record in a single
 write. If a writer dies, its lock is released, and the next writer removes any incomplete record.
 
 FileStore is meant for tests and for hosts that share a folder but cannot connect to each other.
-Waits poll the file. Every change makes the file longer. Dead processes are not detected.
+Waits poll the file. The file grows with every change. Dead processes are not detected.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MISSING: Final = object()
 
 
 class FileStore(Store):
-    """A store whose keys are in a shared file.
+    """A store that saves its contents in a shared file.
 
     Args:
         file_name: the path of the file. A missing file is created with read and write access for

@@ -30,7 +30,7 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 def keep_from_children(owner: Owner) -> None:
     """Make forked children release an owner's descriptors.
 
-    Only a weak reference to the owner is kept.
+    Only a weak reference to the owner is stored.
     """
     _owners.add(owner)
 

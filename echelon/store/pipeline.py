@@ -106,7 +106,7 @@ class Pipeline:
         return self._step("check", key)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> Reply[bytes]:
-        """Store `desired` if the key holds `expected`; see `Store.compare_set`."""
+        """Store `desired` if the value is `expected`; see `Store.compare_set`."""
         return self._step("compare_set", key, arguments.value(expected), arguments.value(desired))
 
     def delete_key(self, key: str) -> Reply[bool]:

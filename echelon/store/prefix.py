@@ -1,6 +1,6 @@
 """Provide PrefixStore, a view of a store that prepends a prefix to every key.
 
-The underlying store sees each key as "prefix/key", as with torch's PrefixStore.
+The underlying store receives each key as "prefix/key", as with torch's PrefixStore.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def stop_on_signals(*signals: int) -> None:
             different signal as a warning (with Slurm, `--signal=USR1@120`).
 
     Raises:
-        ValueError: there is no world, or the call is not on the main thread.
+        ValueError: this process does not belong to a world, or the call is not on the main thread.
 
     Example:
         >>> import signal
@@ -134,7 +134,8 @@ def should_stop() -> bool:
         `request_stop`.
 
     Raises:
-        ValueError: there is no world, or the first call is not on the main thread.
+        ValueError: this process does not belong to a world, or the first call is not on the main
+            thread.
         CollectiveTimeoutError: some ranks did not call `should_stop` within the world's timeout;
             the error names them.
         PeerLostError: a rank died while the ranks were agreeing.
@@ -162,7 +163,7 @@ def request_stop(reason: str = "request_stop") -> None:
     Only one rank needs to call this function. It can be called on any thread.
 
     Raises:
-        ValueError: there is no world.
+        ValueError: this process does not belong to a world.
 
     Example:
         >>> request_stop("the validation loss rises")

@@ -1,8 +1,8 @@
-"""Post short notices on a board in the store, which every rank of a world watches.
+"""Post short notices on a board: numbered keys in the store that every rank of a world watches.
 
 A rank whose group has failed posts a verdict. A rank that must find out which ranks are dead posts
 a question, which every member's process answers even if its main thread is busy. Each notice is
-written to the next numbered key with an atomic compare_set, so notices are never lost or reordered.
+written to the next key with an atomic compare_set, so notices are never lost or reordered.
 The launcher posts a notice for all groups if an attempt ends because a node was lost.
 
 Only worlds with several hosts need a board: within one host, deaths are detected directly.

@@ -12,8 +12,8 @@ considered late, never dead. The answer contains the number of collectives that 
 The answer also reports what the rank is waiting for, so that a waiting rank is not blamed for
 another rank's fault.
 
-Neither a connection nor a store lease is evidence: a stopped rank keeps its connection, a live rank
-can lose its connection, and a lease can be out of date by as much as its duration (10 s by
+Connections and store leases are not evidence: the connection of a stopped rank stays open, a live
+rank can lose its connection, and a lease can be out of date by as much as its duration (10 s by
 default).
 
 A rank that does not answer is reported as silent, and is blamed only if no rank is known to be

@@ -1,7 +1,7 @@
 """Send bytes and read replies on one of a client's connections. Every call has a deadline.
 
-At any time, at most one thread is allowed to read, and at most one to write. A receive call blocks
-in the kernel for at most one second, and then checks the deadline again.
+Only one thread at a time is allowed to read, and only one is allowed to write. A receive call
+blocks in the kernel for at most one second, and then checks the deadline again.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Channel:
         return data
 
     def _fill(self, size: int, deadline: Deadline) -> None:
-        """Receive bytes until the buffer holds at least `size` bytes."""
+        """Receive bytes until the buffer contains at least `size` bytes."""
         pieces = [self._buffer[self._at :]]
         have = len(pieces[0])
         self._at = 0

@@ -47,7 +47,7 @@ class TCPStore(Store):
         timeout: the timeout for connecting, and for each call that does not specify its own.
         wait_for_workers: whether the master's constructor waits until `world_size` clients have
             joined.
-        multi_tenant: whether several masters in this process may share one server on one port.
+        multi_tenant: whether several masters in this process can share one server on one port.
         master_listen_fd: the descriptor of a listening socket for the master to take over.
         use_libuv: accepted for compatibility with torch; has no effect.
         observer: see `Store.observer`; by default, a job's worker records its waits in the black

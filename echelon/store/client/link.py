@@ -57,7 +57,7 @@ class Link:
     Attributes:
         problem: the reason that the link can no longer be used; None if it is usable.
         refusal: the reason that the server gave for closing the connection or refusing a quiet
-            write; None if the server has not done so.
+            write; None if the server has done neither.
     """
 
     def __init__(self, channel: Channel) -> None:

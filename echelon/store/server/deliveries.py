@@ -44,7 +44,7 @@ class Deliveries:
         self._peer.stop_reading()
 
     def deliver_parked(self) -> None:
-        """Deliver the deferred answers, until too many reply bytes are unread."""
+        """Deliver deferred answers until the peer's unread replies exceed the limit."""
         while self._parked and not self._is_full:
             self._deliver(*self._parked.popleft())
         if self._parked:
@@ -53,7 +53,7 @@ class Deliveries:
             self._peer.read_on_unless_put_off()
 
     def push_event(self, tag: int, event: bytes) -> None:
-        """Send a change to a watched key, or end the watch if too many reply bytes are unread."""
+        """Report a changed key to the peer, or end the watch if unread replies exceed the limit."""
         peer = self._peer
         if self._is_full:
             peer.hub.unwatch(peer, tag)

@@ -119,7 +119,7 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Peer, why: str) -> None:
-        """Log which peer was refused and why. Too frequent refusals are only counted."""
+        """Log which peer was refused and why; only count the refusal if there are too many."""
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
             self._num_logged += 1
@@ -203,7 +203,7 @@ class Hub:
         return self._gathered[1]
 
     def watch(self, connection: Peer, tag: int, keys: Iterable[bytes]) -> None:
-        """Push changes to the given keys to a connection until the watch ends.
+        """Report all changes of the given keys to a connection until the watch ends.
 
         Raises:
             ValueError: the connection has reached its limit on watched keys.
@@ -236,7 +236,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Check whether a client without the secret may join; call `settle` with the result."""
+        """Check whether to admit a client without the secret; call its `settle` with the result."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)

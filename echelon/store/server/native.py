@@ -29,7 +29,7 @@ class Receiver(Protocol):
 
     Attributes:
         is_plain: whether plain commands can be executed now. The owner sets this attribute.
-        is_ours: whether the peer may send tagged queries.
+        is_ours: whether the peer is allowed to send tagged queries.
         write: the transport's `write`.
         num_queued: the transport's `get_write_buffer_size`.
         may_be_queued: whether the transport's buffer might contain data. The owner sets this

@@ -5,8 +5,8 @@ in the shared `StoreState`, with the connection as their owner. Closing the conn
 waits.
 
 The replies to one packet are sent in one write, unless the packet's commands take longer than one
-time slice of the event loop (see `turns.py`). If more than `Limits.unread_bytes` bytes of replies
-are unread by the peer, the server stops reading and executing the peer's commands.
+time slice of the event loop (see `turns.py`). If the size of the unread replies exceeds
+`Limits.unread_bytes`, the server stops reading and executing the peer's commands.
 """
 
 from __future__ import annotations

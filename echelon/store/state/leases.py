@@ -25,7 +25,7 @@ class _Lease:
 
 
 class Leases:
-    """The presences on one server. Only the server's event loop may use this object."""
+    """The presences on one server. This object must be used only on the server's event loop."""
 
     def __init__(self, state: StoreState, now: Callable[[], float]) -> None:
         self._state = state
@@ -37,7 +37,7 @@ class Leases:
         return len(self._leases)
 
     def num_of(self, session: bytes) -> int:
-        """Return the number of presences held by a session."""
+        """Return the number of presences that belong to a session."""
         return len(self._keys_of.get(session, ()))
 
     def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
@@ -68,7 +68,7 @@ class Leases:
             self._end(key, lease)
 
     def has_closed(self, session: bytes) -> None:
-        """Handle the end of a session's connection: shorten its leases to the grace period."""
+        """Shorten a session's leases to the grace period after its last connection has closed."""
         ends = self._now() + GRACE_S
         for key in self._keys_of.get(session, ()):
             self._leases[key].ends = min(self._leases[key].ends, ends)

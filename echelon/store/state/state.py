@@ -104,7 +104,7 @@ class StoreState:
         self.set(key, self.values.get(key, b"") + value)
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Store `desired` if the key holds `expected`; an empty `expected` matches a missing key.
+        """Store `desired` if the value is `expected`; an empty `expected` matches a missing key.
 
         Returns the value that the key has afterwards, or `expected` if the key is still missing.
         """
@@ -235,7 +235,7 @@ class StoreState:
         return waiter
 
     def _claim(self, waiter: Waiter) -> None:
-        """Reserve an item for a satisfied waiter that may be about to pop it."""
+        """Reserve an item for a satisfied waiter that might be about to pop it."""
         key = waiter.keys[0] if waiter.keys else b""
         if waiter.wants is not Wants.CLAIM or key in self.values or len(waiter.keys) != 1:
             return

@@ -174,7 +174,7 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Extract complete commands from `position` on, and start parsing an incomplete last one."""
+        """Extract complete commands from `position` on, and start to parse an incomplete one."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from
@@ -380,7 +380,7 @@ class Parser:
             self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
-        """Return `length` after checking that the command may contain a string of this length."""
+        """Return `length` after checking that the command can contain a string of this length."""
         limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
         if length > limit:
             what = "key" if kind == "K" else "value"
