@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> "ModuleType":
-    """Import and return a package on first use."""
+    """Import a package on first use, and return it."""
     if name in __all__:
         from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Implement the `echelon` command, which dispatches to subcommands in the packages."""
+"""Implement the `echelon` command, whose subcommands are defined in the packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ a running job.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return its exit code: 2 for bad usage, 141 for a closed output pipe."""
+    """Run a subcommand; return its exit code: 2 for invalid usage, 141 for a closed output pipe."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "--help"
     if command == "run":  # a job outlives its output
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(command: str, arguments: list[str]) -> int:
-    """Run any subcommand other than `run`; return its exit code."""
+    """Run a subcommand other than `run`, and return its exit code."""
     if command == "status":
         from echelon.launcher.status.show import main as status
 
@@ -100,7 +100,7 @@ def _show(command: str, arguments: list[str]) -> int:
 
 
 def analyze(argv: Sequence[str] | None = None) -> int:
-    """Run `fr-analyze` on a folder, or with `--attach` or `--pid` on a running job."""
+    """Run `fr-analyze` on a folder, or on a running job if `--attach` or `--pid` is given."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(one in ("--attach", "--pid") or one.startswith("--pid=") for one in arguments):
         from echelon.launcher.attach.command import main as attach

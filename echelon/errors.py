@@ -16,9 +16,9 @@
     ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
     └── LaunchError                 a job cannot be started as requested
 
-The type depends on what is at fault. A caller's mistake raises a `ValueError` or `TypeError` at the
-public boundary, a failure of the environment raises one of these errors, and a bug in echelon
-raises an `AssertionError`.
+The type of an exception depends on what is at fault. A caller's mistake raises a `ValueError` or
+`TypeError`, a failure of the environment raises one of these errors, and a bug in echelon raises an
+`AssertionError`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class CollectiveError(EchelonError):
         group: the group's name.
         operation: the operation's name, such as "all_reduce".
         sequence: the operation's sequence number in its group, from 0; -1 if it is unknown.
-        ranks: the global ranks that deviate from the others, are missing or are lost.
+        ranks: the global ranks that deviated from the others, were missing or were lost.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -253,7 +253,7 @@ class TokenShardsError(EchelonError):
 
 
 class NonFiniteGradientError(EchelonError):
-    """Several steps in a row had gradients that were infinite or NaN.
+    """Several consecutive steps had infinite or NaN gradients.
 
     Attributes:
         rank: the lowest rank with such a gradient; None if it is unknown.
@@ -276,7 +276,7 @@ class NonFiniteGradientError(EchelonError):
 
 
 class NotReproducibleError(EchelonError):
-    """A micro-batch's results changed bitwise when recomputed or computed on another rank.
+    """A micro-batch's results changed bitwise when it was recomputed or computed on another rank.
 
     Attributes:
         ranks: the global ranks whose results differ.

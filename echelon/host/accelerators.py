@@ -33,7 +33,7 @@ def visible_devices(text: str) -> list[str]:
 
 
 def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
-    """Return the CUDA_VISIBLE_DEVICES value that exposes only a local rank's own GPU.
+    """Return the CUDA_VISIBLE_DEVICES value that makes only a local rank's own GPU visible.
 
     Raises:
         ValueError: the launcher's own CUDA_VISIBLE_DEVICES lists too few GPUs for this rank.
@@ -53,10 +53,10 @@ def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
 def numa_nodes_of_gpus(
     environ: Mapping[str, str], proc: Path = Path("/proc"), sys: Path = Path("/sys")
 ) -> list[int]:
-    """Return the NUMA node of each visible NVIDIA GPU, numbering GPUs by PCI address.
+    """Return the NUMA node of each visible NVIDIA GPU.
 
-    The list is empty if the host has no GPUs, or if CUDA_VISIBLE_DEVICES does not identify GPUs by
-    number.
+    GPUs are numbered in the order of their PCI addresses. The list is empty if the host has no
+    GPUs, or if CUDA_VISIBLE_DEVICES does not identify GPUs by number.
     """
     nodes = []
     for folder in sorted((proc / "driver/nvidia/gpus").glob("*")):

@@ -1,7 +1,7 @@
 """Read the limits of a process's cgroups (v1 and v2) and the host's pressure stall information.
 
-The limits of ancestor groups, such as a pod's or a Slurm job's, apply as well. Only the limit that
-is closest to being reached is reported, together with its group's usage.
+The limits of ancestor cgroups, such as a pod's or a Slurm job's, apply as well. Only the limit that
+is closest to being reached is reported, together with the usage of its cgroup.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of cores that this process may use, at least 1.
+    """Return the number of cores that this process is allowed to use, at least 1.
 
     Args:
         root: the folder where the cgroups are mounted.
@@ -30,7 +30,10 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits and usage of a process's cgroups at one moment; None: unlimited or unknown."""
+    """The limits and usage of a process's cgroups at one moment.
+
+    None means unlimited or unknown.
+    """
 
     throttled_ns: int | None = None  # since the cgroup was made
     memory_bytes: int | None = None
@@ -61,7 +64,7 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return the fraction of the last 10 s in which tasks were stalled on each resource.
+    """Return, for each resource, the fraction of the last 10 s during which tasks stalled on it.
 
     The keys are "cpu", "io" and "memory". The values come from the "some" lines in /proc/pressure.
     """
@@ -101,7 +104,7 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
 
 
 def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
-    """Return one group's values, omitting missing and unlimited ones."""
+    """Return one cgroup's values, omitting missing and unlimited values."""
     found: dict[str, int] = {}
     for field, file, row, unit in _SOURCES[version]:
         text = read_text(f"{folder}/{file}", "cgroup", denied)
@@ -112,12 +115,12 @@ def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
 
 
 def _nearest(groups: list[dict[str, int]], field: str) -> int | None:
-    """Return a field from the innermost group that has it."""
+    """Return a field from the innermost cgroup that has this field, or None."""
     return next((group[field] for group in groups if field in group), None)
 
 
 def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int | None, int | None]:
-    """Return the usage and the limit of the group that is closest to its limit."""
+    """Return the usage and the limit of the cgroup that is closest to its limit."""
     limited = [(group[used], group[limit]) for group in groups if used in group and limit in group]
     if not limited:
         return _nearest(groups, used), None
@@ -125,7 +128,7 @@ def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int 
 
 
 def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | None) -> int:
-    """Return the page cache size, in bytes, of the group with the given usage and limit."""
+    """Return the page cache size, in bytes, of the cgroup with the given usage and limit."""
     for group in groups:
         if (group.get("memory_bytes"), group.get("memory_limit_bytes")) == (used, limit):
             return group.get("inactive_file", 0) + group.get("active_file", 0)
@@ -133,7 +136,7 @@ def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | No
 
 
 def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) for a process's groups and their ancestors, innermost first."""
+    """Yield (version, folder) for a process's cgroups and their ancestors, innermost first."""
     for line in read_text(f"/proc/{pid}/cgroup", "cgroup", denied).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -147,7 +150,7 @@ def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield the paths of a group and its ancestors, ending with "" for the root."""
+    """Yield the paths of a cgroup and its ancestors, ending with "" for the root."""
     group = path.rstrip("/")
     while group:
         yield group
@@ -168,7 +171,7 @@ def _number(text: str) -> int | None:
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """Yield the CPU quotas, in cores, of this process's groups and their ancestors."""
+    """Yield the CPU quotas, in cores, of this process's cgroups and their ancestors."""
     for line in read_text(str(own), "cgroup", []).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -182,7 +185,7 @@ def _quotas(root: Path, own: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path) -> float:
-    """Return a group's CPU quota in cores, or 0 if it is unlimited."""
+    """Return a cgroup's CPU quota in cores, or 0 if the quota is unlimited or unknown."""
     words = read_text(f"{folder}/cpu.max", "cgroup", []).split() or [
         read_text(f"{folder}/cpu.{name}", "cgroup", []).strip()
         for name in ("cfs_quota_us", "cfs_period_us")

@@ -1,4 +1,4 @@
-"""Examine a process's descendants: whether they are alive, and what they are waiting for.
+"""Find out whether a process's descendants are alive, and what they are waiting for.
 
 The stack of a rank that is waiting for a DataLoader worker does not show what the worker is doing.
 The worker is therefore examined too, from outside and without interrupting it.
@@ -20,13 +20,13 @@ _EXIT_CODE_FIELD = 49  # in /proc/PID/stat, counted after the name; readable if 
 
 
 def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[HostChild, ...], int]:
-    """Examine up to `limit` descendants; return them and the total number of descendants."""
+    """Examine up to `limit` descendants; return those that still exist, and the total number."""
     below = descendants(pid)
     return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)
 
 
 def look_at(pid: int) -> HostChild:
-    """Examine one process; the state is empty if the process no longer exists."""
+    """Examine one process. The result's `state` is "" if the process no longer exists."""
     fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
     if len(fields) < 22:
         return HostChild(pid=pid)
@@ -46,7 +46,7 @@ def look_at(pid: int) -> HostChild:
 
 
 def _exit_code(fields: list[str]) -> int | None:
-    """Return a dead process's exit code in `subprocess` form, or None if it cannot be read."""
+    """Return a dead process's exit code as `subprocess` does, or None if it cannot be read."""
     if len(fields) <= _EXIT_CODE_FIELD:
         return None
     status = int(fields[_EXIT_CODE_FIELD])
@@ -56,7 +56,7 @@ def _exit_code(fields: list[str]) -> int | None:
 
 
 def _is_python(pid: int) -> bool:
-    """Return whether a process has Python mapped, so that py-spy can read its stacks."""
+    """Return whether a process has loaded Python, so that py-spy can read its stacks."""
     return "python" in read_text(f"/proc/{pid}/maps", "maps", [])
 
 

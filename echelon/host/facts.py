@@ -34,7 +34,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
-    """A thread of a rank, as shown in /proc; the rank's black box does not contain this."""
+    """A thread of a rank, as shown in /proc. A rank's black box does not describe threads."""
 
     name: str = ""
     call: str = ""  # the kernel call in which it waits; "" if it runs, or if the call is not known
@@ -42,12 +42,12 @@ class HostThread:
 
     @property
     def is_gloos(self) -> bool:
-        """True if this is a thread on which torch's Gloo backend runs collectives."""
+        """True if torch's Gloo backend runs collectives on this thread."""
         return self.name == GLOO_THREAD
 
     @property
     def is_in_collective(self) -> bool:
-        """True if this Gloo thread is inside a collective: it waits in a futex with a timeout."""
+        """True if this is a Gloo thread in a collective, waiting on a futex with a timeout."""
         return self.is_gloos and self.call == "futex" and self.timed
 
 

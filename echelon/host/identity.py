@@ -1,8 +1,8 @@
 """Identify this host and this process in a form that other processes can compare.
 
-A pid is meaningless in another PID namespace, and may be reused in its own namespace. Therefore, a
+A pid is meaningless in another PID namespace, and can be reused in its own namespace. Therefore, a
 process is identified by (inode of its PID namespace, pid, start ticks). Two network namespaces on
-one machine share a boot id but count as two hosts.
+one machine share a boot ID but count as two hosts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _START_TICKS = 19  # index among the fields of /proc/PID/stat that follow the na
 
 
 def boot_id() -> str:
-    """Return the id of the current boot, or "" if it cannot be read."""
+    """Return the ID of the current boot, or "" if it cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -25,10 +25,10 @@ def boot_id() -> str:
 
 
 def clock_id() -> str:
-    """Return an id of this process's monotonic clock; equal ids mean the same clock.
+    """Return the ID of this process's monotonic clock. Equal IDs mean the same clock.
 
-    The id consists of the boot id and, if the kernel supports time namespaces, the namespace's
-    inode. It is "" if the boot id cannot be read.
+    The ID consists of the boot ID and, if the kernel supports time namespaces, the inode of the
+    process's time namespace. The ID is "" if the boot ID cannot be read.
     """
     boot, inode = boot_id(), _namespace("time")
     return f"{boot}/{inode}" if boot and inode else boot  # a kernel without time namespaces
@@ -46,7 +46,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def find_process(own_pid: int, ticks: int) -> int | None:
-    """Find a process by its pid in its own PID namespace; return its pid in this namespace.
+    """Convert a process's pid in its own PID namespace to its pid in this process's namespace.
 
     The two pids differ if the process runs in a nested PID namespace, such as a container's.
 
@@ -90,7 +90,7 @@ def network_of(pid: int) -> int:
 def stat_fields(pid: int) -> list[str]:
     """Return the fields after the name in /proc/PID/stat, or [] if the process does not exist.
 
-    The name may contain spaces and parentheses, so the fields start after the last closing
+    The name can contain spaces and parentheses, so the fields start after the last closing
     parenthesis.
     """
     try:
@@ -101,7 +101,7 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """Return this host's identity; processes with equal "boot" and "net" can share memory."""
+    """Return this host's identity. Processes with equal "boot" and "net" values share a host."""
     return {"boot": boot_id(), "net": _namespace("net"), "pids": pid_namespace()}
 
 
@@ -111,12 +111,12 @@ def process_identity() -> dict[str, Any]:
 
 
 def is_same_host(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two processes run on the same host and can therefore share memory."""
+    """Return whether two processes run on the same host, and can therefore share memory."""
     return all(one.get(key) == other.get(key) for key in ("boot", "net"))
 
 
 def process_of(fact: Mapping[str, Any]) -> Process:
-    """Return the process that an identity describes."""
+    """Return the (PID namespace, pid, start ticks) tuple of a process's identity."""
     return (fact.get("pids", 0), fact.get("pid", 0), fact.get("start", 0))
 
 

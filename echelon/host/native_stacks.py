@@ -1,13 +1,13 @@
 """Read the C functions in which a process's threads are waiting, without stopping the process.
 
-The kernel shows where a waiting thread left user space: its program counter and stack pointer. The
-function at that program counter is certain. Its callers are found by scanning the stack, where any
-word that points just past a call instruction may be a return address. Some of these words are
-leftovers of calls that have already returned, so callers are marked with `?`, as in the kernel's
-own traces.
+The kernel reports the program counter and stack pointer at which a waiting thread left user space.
+The function at this program counter is certain. Its callers are found by scanning the stack, where
+any word that points to the end of a call instruction could be a return address. Some of these words
+remain from calls that have already returned, so callers are marked with `?`, as in the kernel's own
+traces.
 
 This module only reads memory. A debugger would have to stop the process, which interrupts some
-system calls (`epoll_wait`). Running threads are skipped, and only x86-64 is supported.
+system calls, such as `epoll_wait`. Running threads are skipped, and only x86-64 is supported.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _follows_call(memory: int, address: int) -> bool:
 
 
 def _text(address: int, mappings: list[_Mapping]) -> str:
-    """Return `function (file)` or `file+0xoffset` for an address in a file's code, or ""."""
+    """Format a code address as `function (file)` or `file+0xoffset`; "" for other addresses."""
     i = bisect.bisect_right(mappings, address, key=lambda one: one.begin) - 1
     if i < 0 or address >= mappings[i].end:
         return ""

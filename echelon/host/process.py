@@ -1,7 +1,7 @@
-"""Read what /proc shows about a process. Used only by the agent.
+"""Read what /proc shows about a process. Only the launcher's agent uses this module.
 
-A container may deny access to any file. The name of a denied file is added to `not_permitted`, and
-the values read from it are left empty.
+A container can deny access to any file. The name of a denied file is added to `not_permitted`, and
+the values from this file are left empty.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def _ticks_below(pid: int) -> int:
 def send(pid: int, start_ticks: int, number: int) -> bool:
     """Send a signal to a process that handles it; return whether the signal was sent.
 
-    A process without a handler is left alone, because the signal would kill it. If the kernel
-    supports pidfds, the signal cannot reach another process that has reused the pid.
+    The signal is not sent to a process without a handler, because the signal would kill the
+    process. If the kernel supports pidfds, the signal cannot reach another process that has reused
+    the pid.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -94,7 +95,7 @@ def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
 
 
 def oom_kills(pid: int) -> int | None:
-    """Return the number of OOM kills in a process's cgroup, or None if it is unknown."""
+    """Return the number of OOM kills in a process's cgroup, or None if the number is unknown."""
     return limits(pid, []).oom_kills
 
 
@@ -137,7 +138,10 @@ def _num_threads(pid: int, denied: list[str]) -> int | None:
 
 
 def tail(path: Path, num_bytes: int) -> str:
-    """Return the end of a text file, at most `num_bytes`, or "" if it cannot be read."""
+    """Return the last lines of a text file, or "" if the file cannot be read.
+
+    The result is at most `num_bytes` bytes of the file, without an incomplete first line.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

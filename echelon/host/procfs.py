@@ -1,6 +1,6 @@
 """Read files in /proc, distinguishing missing files from denied ones.
 
-A container may deny access to any file. The name of a denied file is recorded, and the file is
+A container can deny access to any file. The name of a denied file is recorded, and the file is
 treated as empty.
 """
 

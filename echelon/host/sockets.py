@@ -1,8 +1,8 @@
 """Read another process's TCP sockets: queue sizes, retransmissions and bytes transferred.
 
-If possible, sockets are read through sock_diag, which includes retransmissions and byte counts.
-Otherwise, they are read from /proc/<pid>/net/tcp, which shows only the queues. A socket belongs to
-each process that has a file descriptor with the socket's inode.
+If possible, sockets are read through sock_diag, which reports retransmissions and byte counts.
+Otherwise, they are read from /proc/<pid>/net/tcp, which shows only the queue sizes. A socket
+belongs to each process that has a file descriptor with the socket's inode.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
 
 
 def moved(before: tuple[Socket, ...], after: tuple[Socket, ...]) -> tuple[Socket, ...]:
-    """Return the sockets of `after`, with the bytes transferred by each since `before`."""
+    """Return the sockets in `after`, adding the number of bytes transferred since `before`."""
     earlier = {(one.local, one.peer): one for one in before}
     return tuple(_moved(earlier.get((one.local, one.peer)), one) for one in after)
 

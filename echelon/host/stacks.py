@@ -24,7 +24,7 @@ HOLDS_LOCK = "[holds the interpreter's lock]"  # after a thread's number
 
 
 def can_spy() -> bool:
-    """Return whether py-spy is installed; tracing may still be denied."""
+    """Return whether py-spy is installed. Permission to trace a process is not checked."""
     return _program() is not None
 
 
@@ -38,7 +38,7 @@ def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S, denied: list[str] | None 
     """Return the Python stacks of all threads in faulthandler's format, or "" if unavailable.
 
     Args:
-        denied: a list to which `TRACING` is added if py-spy may not trace the process.
+        denied: a list to which `TRACING` is added if py-spy is not permitted to trace the process.
     """
     program = _program()
     if program is None:

@@ -1,7 +1,7 @@
 """Read the kernel's tables of TCP sockets, /proc/net/tcp and /proc/net/tcp6.
 
-Addresses are kept as text, because a busy host may have a hundred thousand rows. To find a row,
-convert the address to the table's form and compare the text.
+The tables of a busy host can have a hundred thousand rows, so addresses in rows are not parsed. To
+find a row, convert the address to the table's form and compare the text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Row(NamedTuple):
         state: the TCP state, as two hexadecimal digits.
         unsent_bytes, unread_bytes: the sizes of the socket's queues. A listening socket's queues
             count connections.
-        uid: the user that opened the socket; 0 once no process holds the socket.
-        inode: the socket's inode; 0 once no process holds the socket.
+        uid: the user that opened the socket; 0 if the socket no longer belongs to a process.
+        inode: the socket's inode; 0 if the socket no longer belongs to a process.
     """
 
     local: str
@@ -54,14 +54,14 @@ def rows(table: str) -> Iterator[Row]:
 
 
 def plain_address(host: str) -> str:
-    """Strip the scope from a numeric address, and convert IPv4-mapped IPv6 to IPv4."""
+    """Strip the scope ID from a numeric address, and convert IPv4-mapped IPv6 to IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return str(mapped or address)
 
 
 def spellings(host: str, port: int) -> list[str]:
-    """Return the possible forms of an address in the tables: hexadecimal words and the port.
+    """Return the forms in which the tables can show an address: hexadecimal words, then the port.
 
     The words are in host byte order. If an IPv6 socket uses an IPv4 address, the IPv6 table shows
     the IPv4-mapped form.
@@ -89,7 +89,7 @@ def _words(raw: bytes) -> str:
 
 
 def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
-    """Return the uid at the far end of each connection between processes of this host.
+    """Return, for each connection within this host, the uid of the remote socket's owner.
 
     Connections that are no longer established or are in neither table are omitted. Reading a table
     takes a few microseconds per socket on the host, so do not call this function in an event loop.

@@ -1,7 +1,7 @@
 """Read another process's threads: their names, and the system calls in which they are waiting.
 
-The system calls distinguish a rank that is waiting for its peers from one that is sleeping, even if
-its stacks cannot be read. Reading system calls requires permission to trace the process.
+The system calls distinguish a rank that is waiting for its peers from a rank that is sleeping, even
+if the rank's stacks cannot be read. Reading system calls requires permission to trace the process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[Host
 
 
 def program_of(pid: int) -> int:
-    """Return the pid of the actual program, descending through shells with a single child."""
+    """Return the pid of the actual program, skipping shells that have a single child."""
     while read_text(f"/proc/{pid}/comm", "comm", []).strip() in _SHELLS:
         below = children(pid)
         if len(below) != 1:
@@ -90,7 +90,7 @@ def _thread(folder: str, calls: Mapping[int, str], denied: list[str]) -> HostThr
 
 
 def numbers(folder: str) -> list[int]:
-    """Return the numeric names in a /proc folder, or [] if the folder cannot be read."""
+    """Return the numeric file names in a /proc folder, or [] if the folder cannot be read."""
     try:
         return [int(name) for name in os.listdir(folder) if name.isdigit()]  # noqa: PTH208 -- names
     except OSError:

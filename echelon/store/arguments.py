@@ -22,7 +22,7 @@ def key(text: Any) -> bytes:
 
 
 def fitting(raw: bytes) -> bytes:
-    """Return the key unchanged, or raise ValueError if it is too long."""
+    """Return an encoded key unchanged, or raise ValueError if it is too long."""
     if len(raw) > MAX_KEY_BYTES:
         raise ValueError(
             f"the key has {len(raw)} bytes, but the limit is {MAX_KEY_BYTES}: {raw[:40]!r}..."

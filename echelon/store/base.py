@@ -7,9 +7,9 @@ both from plain operations.
 [Note: a round of plain operations] Each rank counts its uses of a key with `add`, and the count is
 the round number. The rank writes its value under key/round/number/rank and waits for all values of
 the round. The last rank to read the values deletes them. A round takes five round trips. A rank
-that times out removes its value and decrements its counter. Without a server, two problems remain.
-A rank that dies after arriving is not detected. If a timeout coincides with the last arrival, ranks
-may disagree on the round number, and every later use of the key times out.
+that times out removes its value and decrements its counter. Two problems remain. First, a rank that
+dies after arriving is not detected. Second, if a timeout coincides with the last arrival, ranks can
+disagree on the round number, and every later use of the key times out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Store(ABC):
     Values are bytes; text is encoded as UTF-8. A call without a timeout of its own uses the store's
     timeout. All methods are thread-safe.
 
-    All calls may raise:
+    All calls can raise:
         StoreTimeoutError: the timeout expired; `.missing` lists the missing keys or ranks.
         StoreConnectionError: the server cannot be reached or has closed the connection.
         StoreError: the operation is not valid for the stored value.
@@ -61,7 +61,7 @@ class Store(ABC):
 
     @property
     def observer(self) -> Observer | None:
-        """A function that returns a context manager for each call that may block."""
+        """A function that returns a context manager for each call that can block."""
         return self._observer
 
     @observer.setter
@@ -124,7 +124,7 @@ class Store(ABC):
         return self._do_check(arguments.keys(keys))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store `desired` if the key holds `expected`; an empty `expected` matches a missing key.
+        """Store `desired` if the value is `expected`; an empty `expected` matches a missing key.
 
         Returns the value that the key has afterwards, or `expected` if the key is still missing.
         """
@@ -270,7 +270,7 @@ class Store(ABC):
         return Pipeline(self._do_pipeline)
 
     def watch(self, keys: Sequence[str]) -> Watch:
-        """Return a watch for later changes to the given keys. The caller must close the watch."""
+        """Start watching keys for changes. The caller must close the returned watch."""
         return self._do_watch(arguments.keys(keys))
 
     def presence(self, key: str, value: str | bytes = b"", *, lease: Timeout = LEASE_S) -> Presence:

@@ -3,7 +3,7 @@
 | variable | meaning |
 |---|---|
 | MASTER_ADDR, MASTER_PORT | the job's store |
-| ECHELON_JOB_FILE | the launcher's job file (0600), which holds the store's secret |
+| ECHELON_JOB_FILE | the launcher's job file (mode 0600), which contains the store's secret |
 | ECHELON_RANK_DIR | the folder of this worker's black box |
 """
 
@@ -54,7 +54,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def job_observer() -> Callable[[str, str], AbstractContextManager[object]] | None:
-    """Return an observer that records waits in the worker's black box, or None outside a job."""
+    """Return an observer that records waits in the worker's black box; None outside a job."""
     if "ECHELON_RANK_DIR" not in os.environ:
         return None
     from echelon.recorder import span  # loaded only where there is a box to write to

@@ -1,11 +1,11 @@
-"""Provide FileStore, which keeps a store in a shared file.
+"""Provide FileStore, a store that saves its contents in a shared file.
 
 The file is a log: a header, followed by one record per change. To make a change, a writer locks the
 file, reads the records that other processes have appended, and appends its own record in a single
 write. If a writer dies, its lock is released, and the next writer removes any incomplete record.
 
 FileStore is meant for tests and for hosts that share a folder but cannot connect to each other.
-Waits poll the file, and the file only grows. Dead processes are not detected.
+Waits poll the file. The file grows with every change. Dead processes are not detected.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MISSING: Final = object()
 
 
 class FileStore(Store):
-    """A store that keeps its keys in a shared file.
+    """A store that saves its contents in a shared file.
 
     Args:
         file_name: the path of the file. A missing file is created with read and write access for
@@ -135,7 +135,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Hold the file lock within the block, after updating the in-memory state from the file."""
+        """Lock the file while the block runs; update the in-memory state from the file first."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):

@@ -1,10 +1,10 @@
-"""Prevent forked children from holding stores' sockets and files open.
+"""Prevent forked children from keeping stores' sockets and files open.
 
 A forked child inherits its parent's descriptors. If the parent is killed, the child keeps the
-parent's connections, listening port and file lock alive. Close-on-exec does not help if the child
-never calls exec, as with a data loader's worker. Therefore every owner of descriptors is registered
-here, and a forked child redirects those descriptors to the null device. The descriptor numbers stay
-in use because the owner's objects will still close them.
+parent's connections, listening port and file lock open. Close-on-exec does not help if the child
+never calls exec, as is the case for data loader workers. Therefore, every object that owns
+descriptors is registered here, and a forked child redirects those descriptors to the null device.
+The descriptor numbers remain valid, because the owners in the child will still close them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 def keep_from_children(owner: Owner) -> None:
     """Make forked children release an owner's descriptors.
 
-    Only a weak reference to the owner is kept.
+    Only a weak reference to the owner is stored.
     """
     _owners.add(owner)
 

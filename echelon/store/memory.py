@@ -1,6 +1,6 @@
-"""Provide MemoryStore: a store inside one process, without a server.
+"""Provide MemoryStore, a store inside one process, without a server.
 
-The store is meant for tests and for worlds of one rank. Threads may share the store.
+The store is meant for tests and for worlds of one rank. Threads can share the store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Send several store operations in one packet.
+"""Send several store operations together.
 
-A pipeline takes one round trip, however many operations it contains. All answers have arrived when
-the `with` block ends. No operation in a pipeline blocks: a `get` of a missing key returns None. On
-stores without a connection, a pipeline has no speed advantage.
+A pipeline takes one round trip for each batch of operations that fits the socket buffers. All
+answers have arrived when the `with` block ends. No operation in a pipeline blocks: a `get` of a
+missing key returns None. On stores without a connection, a pipeline is not faster than single
+operations.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Pipeline:
         return self._step("check", key)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> Reply[bytes]:
-        """Store `desired` if the key holds `expected`; see `Store.compare_set`."""
+        """Store `desired` if the value is `expected`; see `Store.compare_set`."""
         return self._step("compare_set", key, arguments.value(expected), arguments.value(desired))
 
     def delete_key(self, key: str) -> Reply[bool]:

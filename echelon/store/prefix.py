@@ -1,6 +1,6 @@
-"""Provide PrefixStore: a view of a store that prepends a prefix to every key.
+"""Provide PrefixStore, a view of a store that prepends a prefix to every key.
 
-The underlying store sees each key as "prefix/key", as with torch's PrefixStore.
+The underlying store receives each key as "prefix/key", as with torch's PrefixStore.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from echelon.store.watch import Change, Watch
 class PrefixStore(Store):
     """A view of another store that prepends a prefix to every key.
 
-    The view uses the timeout and the observer of the underlying store. Setting either on the view
-    also sets it on the underlying store. `num_keys` counts all keys of the underlying store.
+    The view uses the timeout and the observer of the underlying store, so setting them on the view
+    sets them on the underlying store. `num_keys` counts all keys of the underlying store.
     `list_keys` returns only the keys that have the prefix, and strips the prefix.
 
     Example:
@@ -47,7 +47,7 @@ class PrefixStore(Store):
 
     @property
     def observer(self) -> Observer | None:
-        """The observer of the underlying store, which sees keys with their prefix."""
+        """The observer of the underlying store, which receives keys with their prefix."""
         return self._store.observer
 
     @observer.setter
@@ -56,7 +56,7 @@ class PrefixStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """The location of the underlying store."""
+        """The underlying store's address or path."""
         return self._store.endpoint
 
     @property

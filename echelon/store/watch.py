@@ -1,7 +1,7 @@
 """Report changes to a set of keys.
 
 Echelon's server pushes every change, in order. On every other store, a watch polls every 20 ms and
-may miss some values.
+can miss some values.
 """
 
 from __future__ import annotations

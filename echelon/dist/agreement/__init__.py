@@ -1,1 +1,1 @@
-"""Let one rank request an action that all ranks carry out at the same call."""
+"""Let any rank request an action that all ranks then perform at the same step."""

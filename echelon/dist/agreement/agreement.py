@@ -1,17 +1,17 @@
-"""Make one rank's request take effect on every rank at the same call.
+"""Make one rank's request take effect at the same step on every rank.
 
-Ranks call `reached` once per step. Until a rank makes a request, a call needs no communication. On
+Ranks call `reached` once per step. Until a rank makes a request, the calls do not communicate. On
 each rank, a thread waits on the store for the first request.
 
-[Note: the call that all ranks agree on] Ranks may be several calls apart. When a thread receives a
-request, it holds its rank: the rank's next call blocks. The thread then publishes the number of
-that call. Once all ranks' numbers are known, the ranks agree on the highest: the call with this
-number returns True on all ranks. No rank can have passed that call, because every rank is held at
-or before it. A held rank waits only for the threads of other ranks, never for their programs, so a
-held rank cannot cause a deadlock.
+[Note: the call that all ranks agree on] Ranks can be several calls apart. When a thread receives a
+request, it makes its rank's next call to `reached` block, and publishes the number of that call.
+Once all ranks' numbers are known, the ranks choose the highest number, and the call with this
+number returns True on all ranks. No rank can have passed this call, because every rank is blocked
+at this call or an earlier one. A blocked rank waits only for the threads of other ranks, never for
+their programs, so blocking a rank cannot cause a deadlock.
 
-An all_reduce per step was rejected, because it would slow every step and synchronize ranks that are
-otherwise independent.
+An all_reduce per step was rejected, because it would slow down every step and synchronize ranks
+that are otherwise independent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Agreement:
     """One rank's handle on an agreement, created by `runtime.agree_on_calls`.
 
     Attributes:
-        reason: the reason given by the first rank to ask; set once the ranks have agreed on a call.
+        reason: the reason given in the first request; "" until the ranks have agreed on a call.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Agreement:
             members: the participating ranks.
             state: the state of the members' group; the agreement ends when the group ends.
             store: a view of the store reserved for this agreement.
-            timeout_s: how long a call waits for the threads of other ranks.
+            timeout_s: how long a call to `reached` waits for the threads of other ranks.
             what: the subject of the agreement, as shown in errors and spans.
         """
         self.reason = ""
@@ -84,10 +84,10 @@ class Agreement:
         self._wish = reason
 
     def reached(self) -> bool:
-        """Count this call; return True if the ranks agreed on it. Blocks only to reach agreement.
+        """Count this call, and return whether it is the call on which the ranks agreed.
 
-        Every rank must call this method the same number of times. The first call after `ask`
-        publishes the request.
+        Blocks only while the ranks are reaching an agreement. Every rank must call this method the
+        same number of times. The first call after `ask` publishes the request.
 
         Raises:
             CollectiveTimeoutError: some ranks did not take part within the timeout; the error names
@@ -105,13 +105,13 @@ class Agreement:
 
     @property
     def is_closed(self) -> bool:
-        """True once the agreement has been closed, such as when this rank left its groups."""
+        """True once the agreement is closed, for example because this rank has left its groups."""
         return self._is_closed
 
     def unanswered(self) -> str:
         """Return a pending request from any rank, or "" if no request is pending.
 
-        May be called after `close`.
+        This method can also be called after `close`.
 
         Raises:
             StoreError: the store does not answer.
@@ -124,7 +124,7 @@ class Agreement:
     def close(self) -> None:
         """Stop the thread. Calling this twice is safe.
 
-        Ranks that ask later can still read how many calls this rank has made.
+        Ranks that make a request later can still read how many calls this rank made.
         """
         if not self._is_closed and self._members.size > 1:
             self._leave()
@@ -246,6 +246,7 @@ class Agreement:
         """Raise an error if the group has ended or a rank is known to be dead.
 
         Raises:
+            CollectiveError: the group has ended.
             PeerLostError: a rank has died; the error names it.
         """
         operation = Operation("agreement", self._round)

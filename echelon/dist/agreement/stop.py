@@ -10,10 +10,10 @@ The signal handler only records the signal; the next call to `should_stop` publi
 `agreement.py`). A program that never calls `should_stop` keeps the signal's default action, which
 ends the process.
 
-[Note: a stop and a loss] Ranks that continue after a loss count their calls from zero, in a new
-agreement for their new world. Some of these ranks may not have received a stop request yet. In the
-new agreement, each rank therefore repeats any request that it has received, and all ranks stop at
-the same call.
+[Note: a stop request and a lost rank] Ranks that continue after the loss of a rank start a new
+agreement for their new world, and count their calls from zero. Some of these ranks might not have
+received an earlier stop request yet. Therefore, each rank repeats any request that it has received,
+and all ranks stop at the same call.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Stop:
         self.agreement.ask(self._wish)
 
     def reached(self) -> bool:
-        """Count a call; return True if all ranks agreed to stop at this call or an earlier one.
+        """Count a call; return whether all ranks agreed to stop at this call or an earlier one.
 
         Between two worlds, return False without counting the call.
         """
@@ -99,11 +99,11 @@ def stop_on_signals(*signals: int) -> None:
     main thread before it first calls `should_stop`. `shutdown` restores the previous handlers.
 
     Args:
-        signals: SIGTERM if none are given. Some schedulers send a different signal as a warning
-            (`--signal=USR1@120`).
+        signals: the signals to handle; only SIGTERM if none are given. Some schedulers send a
+            different signal as a warning (with Slurm, `--signal=USR1@120`).
 
     Raises:
-        ValueError: there is no world, or the call is not on the main thread.
+        ValueError: this process does not belong to a world, or the call is not on the main thread.
 
     Example:
         >>> import signal
@@ -121,20 +121,21 @@ def stop_on_signals(*signals: int) -> None:
 
 
 def should_stop() -> bool:
-    """Return whether to stop. The result becomes True at the same call on all ranks.
-
-    If ranks continue after a loss (`echelon.dist.resilient`), they agree on the stop again.
+    """Return whether training should stop. The result becomes True at the same call on all ranks.
 
     Every rank must call this function once per step. The first call installs a handler for SIGTERM,
-    unless `stop_on_signals` named other signals. Once a rank has received a signal and called
-    `should_stop`, the ranks stop at most one step later. Until then, a call does not need
-    communication.
+    unless `stop_on_signals` was called with other signals. Once a rank has received a signal and
+    called `should_stop`, the ranks stop at most one step later. Until then, calls do not
+    communicate. If the ranks continue after the loss of a rank (`echelon.dist.resilient`), they
+    agree on the stop again.
 
     Returns:
-        True once a rank has received a signal or called `request_stop` and the ranks have agreed.
+        True once the ranks have agreed to stop, after any of them received a signal or called
+        `request_stop`.
 
     Raises:
-        ValueError: there is no world, or the first call is not on the main thread.
+        ValueError: this process does not belong to a world, or the first call is not on the main
+            thread.
         CollectiveTimeoutError: some ranks did not call `should_stop` within the world's timeout;
             the error names them.
         PeerLostError: a rank died while the ranks were agreeing.
@@ -159,10 +160,10 @@ def should_stop() -> bool:
 def request_stop(reason: str = "request_stop") -> None:
     """Ask all ranks to stop, so that `should_stop` soon returns True.
 
-    Only one rank needs to call this function, on any thread.
+    Only one rank needs to call this function. It can be called on any thread.
 
     Raises:
-        ValueError: there is no world.
+        ValueError: this process does not belong to a world.
 
     Example:
         >>> request_stop("the validation loss rises")

@@ -18,7 +18,7 @@ _KINDS = frozenset({"all_reduce", "reduce", "reduce_scatter", "all_gather", "bro
 
 
 def pack(operation: Operation) -> Flat:
-    """Return the bytes to send: the operation's number and call and, if small, its data.
+    """Return the bytes to send: the operation's number and call, and the data if it is small.
 
     The length is the same for every operation, so that differing calls can be compared.
     """
@@ -34,18 +34,19 @@ def are_equal(rows: Flat, mine: Flat) -> bool:
     """Return whether all ranks made the same call as this rank.
 
     Args:
-        rows: the packed bytes of each rank, [num_ranks, packed bytes].
+        rows: the packed bytes of all ranks, [num_ranks, num_packed_bytes].
+        mine: the packed bytes of this rank.
     """
     return bool((rows[:, :HEAD_BYTES] == mine[:HEAD_BYTES]).all())
 
 
 def calls(rows: Flat) -> list[bytes]:
-    """Return the operation number and the call that each rank sent."""
+    """Return the operation number and call that each rank sent."""
     return [row[:HEAD_BYTES].tobytes() for row in rows]
 
 
 def is_small(operation: Operation) -> bool:
-    """Return whether the data was sent with the description of the call.
+    """Return whether an operation's data is sent along with the description of its call.
 
     The result is the same on all ranks that make equal calls.
     """
@@ -56,7 +57,7 @@ def is_small(operation: Operation) -> bool:
 
 
 def finish(operation: Operation, rows: Flat, rank: int) -> None:
-    """Compute a small operation's result from all ranks' rows, in rank order, and store it."""
+    """Compute a small operation's result from all ranks' rows, and store it in the target."""
     source, target = operation.source, operation.target
     if target is None:
         return

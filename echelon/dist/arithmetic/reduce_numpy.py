@@ -31,7 +31,7 @@ _BLOCK = 1 << 16  # elements; the widened block of each part stays in the second
 def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str) -> None:
     """Reduce `parts`, one array per rank, into `target`. All arrays have the same length and dtype.
 
-    `target` may share memory with one of `parts`.
+    `target` can share memory with one of `parts`.
     """
     if dtype in HALVES and reduce_op not in ("band", "bor", "bxor"):
         for start in range(0, len(target), _BLOCK):

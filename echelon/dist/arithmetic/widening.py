@@ -1,7 +1,7 @@
 """Choose the dtype in which a two-level engine accumulates, and provide memory for the sums.
 
-Sums of 16-bit floats are passed from one level to the other as float32, so they are rounded only
-once, at the end.
+Such an engine first reduces within each host and then across hosts. Sums of 16-bit floats are
+passed from one level to the other as float32, so they are rounded only once, at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def summing_of(operation: Operation) -> str:
 
 
 def wide_of(operation: Operation) -> str:
-    """Return the dtype in which each level reduces: float32 for 16-bit sums and products."""
+    """Return the dtype in which each level reduces.
+
+    This is float32 for sums, averages and products of 16-bit floats, otherwise the array's dtype.
+    """
     rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
     return "float32" if rounds else operation.dtype
 
@@ -44,7 +47,7 @@ def carried_of(operation: Operation) -> np.dtype[Any]:
 
 
 def convert(dtype: str, out: Flat, data: Flat) -> None:
-    """Copy `data` into `out`, converting to or from the dtype in which levels accumulate."""
+    """Copy `data` into `out`, converting to or from the dtype in which the levels accumulate."""
     if out is data:
         return
     if out.dtype == data.dtype:

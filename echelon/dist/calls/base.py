@@ -178,9 +178,10 @@ class Calls:
         is_nested: bool = False,
         waits: bool = True,
     ) -> Work | None:
-        """Number, record and launch one operation. The caller must hold the `Turn` of its kind.
+        """Number, record and launch one operation.
 
-        If `waits` is false, the caller must wait for the returned work.
+        The caller must hold the group's lock for operations of this kind (collectives or messages).
+        If `waits` is False, the caller must wait for the returned work.
         """
         batch = self._batch()
         record = self._admit(operation, shown, async_op, is_nested=is_nested)
@@ -208,9 +209,9 @@ class Calls:
         return self._record(operation, shown, async_op)
 
     def _raise_failure(self, err: BaseException, record: int) -> NoReturn:
-        """Record a failure and raise it.
+        """Record an exception and raise it.
 
-        If the failure is a group error, add the file and line of the user's call.
+        If the exception is a `CollectiveError`, add the file and line of the user's call.
         """
         recorder = None if record == NOT_RECORDED else black_box.current()
         if recorder is not None:

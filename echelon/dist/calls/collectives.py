@@ -2,8 +2,8 @@
 
 Every call has two forms. By default, the call blocks until the operation has ended on this rank.
 With `async_op=True`, it returns a `Work` immediately. The docstring of `ProcessGroup` describes
-what all calls have in common: which ranks must make them, which arrays they accept, and what they
-raise.
+what all calls have in common: which ranks must make a call, which arrays a call accepts, and which
+errors it raises.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Collectives(Calls):
             x: any shape, the same on all ranks.
             op: sum, avg, min, max, prod; band, bor, bxor (integers and bool). The average of
                 integers is their sum divided by the number of ranks and truncated toward zero; the
-                sum wraps around at the width of the dtype. On bool, sum is "or", prod is "and", and
-                there is no avg.
+                sum wraps around at the width of the dtype. For bool, sum means "or", prod means
+                "and", and avg is not supported.
             async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
 
@@ -163,7 +163,7 @@ class Collectives(Calls):
             out: [size * n, ...] or, with `output_splits`, [sum(output_splits), ...]; with the dtype
                 of `x`.
             x: [n, ...], the same shape on all ranks or, with `output_splits`, [output_splits[rank],
-                ...]. May be exactly this rank's shard of `out`, but must not otherwise overlap
+                ...]. It can be exactly this rank's shard of `out`, but must not otherwise overlap
                 `out`.
             async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
@@ -236,7 +236,7 @@ class Collectives(Calls):
 
         Args:
             out: [n, ...] or, with `input_splits`, [input_splits[rank], ...]; with the dtype of `x`.
-                May be exactly this rank's shard of `x`, but must not otherwise overlap `x`.
+                It can be exactly this rank's shard of `x`, but must not otherwise overlap `x`.
             x: [size * n, ...] or, with `input_splits`, [sum(input_splits), ...]; the same shape on
                 all ranks.
             op: as for `all_reduce`.
@@ -341,9 +341,9 @@ class Collectives(Calls):
         """Send rows of `x` to each rank, and store the rows received from each rank in `out`.
 
         Args:
-            out: the rows (dim 0) that this rank receives.
-            x: the rows to send, with the same dtype and row shape as `out`; must not share memory
-                with `out`.
+            out: the array for the rows (dim 0) that this rank receives, in rank order.
+            x: the rows to send, in rank order, with the same dtype and row shape as `out`; must not
+                share memory with `out`.
             output_splits: number of rows that each rank sends to this rank; None means equal
                 splits.
             input_splits: number of rows to send to each rank; None means equal splits.
@@ -448,7 +448,7 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Send each rank its shard of `x` from `root`; each rank stores its shard in `out`.
+        """Send each rank its shard of the root's `x`, and store this rank's shard in `out`.
 
         Args:
             out: [n, ...], the same shape on all ranks.
@@ -488,14 +488,14 @@ class Collectives(Calls):
         """Block until every rank has called this method. A timeout error names the missing ranks.
 
         A rank that has called this method is not named, even if its process has since been stopped.
-        On backends that use connections, the method takes two exchanges with the store.
+        On backends that use connections, the method requires two exchanges with the store.
 
         Args:
             timeout_s: timeout for this call; None means the group's timeout.
 
         Raises:
-            CollectiveTimeoutError: some ranks did not call this method; the error's `ranks` are
-                their global ranks.
+            CollectiveTimeoutError: some ranks did not call this method in time; the error's `ranks`
+                lists their global ranks.
         """
         with self._state.evidence.arriving():
             self._collective("barrier", None, None, timeout_s=timeout_s)

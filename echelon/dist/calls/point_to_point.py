@@ -12,7 +12,7 @@ from echelon.dist.work import Work
 
 
 class PointToPoint(Calls):
-    """Calls that involve only two members."""
+    """The calls that involve only two members."""
 
     @overload
     def send(
@@ -45,13 +45,14 @@ class PointToPoint(Calls):
     ) -> Work | None:
         """Send `x` to a rank, which must receive it with the same tag, dtype and size.
 
-        The call may return before the receiver has called `recv`. Once the operation has ended, `x`
-        may be modified. Messages between the same two ranks with the same tag arrive in order.
+        The call can return before the receiver has called `recv`. Once the operation has ended, it
+        is safe to modify `x`. Messages that one rank sends to another with the same tag arrive in
+        order.
 
         Args:
             x: any shape.
             to: the receiver's rank within this group; must not be this rank.
-            tag: a number from 0 to 2^31 - 3 that the receiver also uses.
+            tag: a number from 0 to 2^31 - 3; the receiver must pass the same tag.
             async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """

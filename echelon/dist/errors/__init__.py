@@ -1,1 +1,1 @@
-"""Build the errors of a group's operations, including their messages."""
+"""Build the errors that a group's operations raise."""

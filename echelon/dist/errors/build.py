@@ -1,4 +1,4 @@
-"""Build the errors of a group's operations, in the same way for all engines."""
+"""Build the errors that a group's operations raise, in the same form for all engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WAYS = {"send": "to", "recv": "from", OPEN: "with"}
 
 
 def place(members: Members, operation: Operation) -> str:
-    """Describe an operation: `all_reduce #7 in group 'world' (4 ranks)`."""
+    """Describe an operation, for example as `all_reduce #7 in group 'world' (4 ranks)`."""
     what = f"{operation.kind} #{operation.sequence}"
     if operation.is_message:
         way = _WAYS[operation.kind]
@@ -24,7 +24,7 @@ def place(members: Members, operation: Operation) -> str:
 
 
 def named(ranks: Sequence[int], most: int = 16) -> str:
-    """Format a list of global ranks: `rank 1, rank 5`."""
+    """Format a list of global ranks, for example as `rank 1, rank 5`."""
     shown = ", ".join(f"rank {rank}" for rank in ranks[:most])
     return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"
 
@@ -43,7 +43,7 @@ def timed_out(
     Args:
         late: group ranks that had not arrived; empty if unknown.
         silent: the ranks in `late` that also did not answer the liveness check.
-        between: group ranks that had not arrived because they were themselves waiting for `late`.
+        between: group ranks that had not arrived because they were waiting for the `late` ranks.
         after_s: the elapsed time in seconds; None means the operation's timeout.
     """
     ranks = [members.ranks[r] for r in late]
@@ -89,18 +89,18 @@ def peer_lost(
 
 
 def aborted(members: Members, operation: Operation) -> CollectiveError:
-    """Build the error for an operation of a group that this rank aborted."""
+    """Build the error for an operation on a group after this rank has aborted the group."""
     return _of_this_rank(members, operation, "the group was aborted on rank {rank}")
 
 
 def interrupted(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error for a group in which a signal handler's exception interrupted a call."""
+    """Build the error for a group that ends because a signal handler raised an exception."""
     what = f"{type(raised).__name__} in a signal handler"
     return _of_this_rank(members, operation, f"the group was aborted on rank {{rank}}: {what}")
 
 
 def closed(members: Members, operation: Operation) -> CollectiveError:
-    """Build the error for an operation of a group that this rank closed."""
+    """Build the error for an operation on a group after this rank has closed the group."""
     return _of_this_rank(members, operation, "the group was closed on rank {rank}")
 
 
@@ -127,10 +127,12 @@ def reported(
     text: str,
     ranks: Sequence[int],
 ) -> CollectiveError:
-    """Build the error for a group that ended for a reason published by another rank.
+    """Build the error for an operation of a group that ended for a reason reported by another rank.
 
     Args:
-        ranks: the global ranks at fault, some of which may be outside this group.
+        make: the class of the error.
+        text: the reason.
+        ranks: the global ranks at fault, which can include ranks outside this group.
     """
     return make(
         f"{place(members, operation)}: {text}",

@@ -1,7 +1,7 @@
-"""Find the ranks that made a different call, by majority vote among a group's members.
+"""Find the ranks whose call differs from the most common call among a group's members.
 
-Every rank sees the same calls, so every rank raises the same error. The error names the minority
-or, without a majority, all ranks.
+Every rank compares the same calls, so every rank raises the same error. The error names the ranks
+that made a different call or, if the most common call is not unique, all ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Define the world of a replacement process until it joins the other ranks.
+"""Define the placeholder world that a replacement process uses until it joins the other ranks.
 
-A process that takes the place of a lost rank starts while the other ranks are training. Its program
-sees a world of full size and its own rank in that world. Until the process has joined the other
-ranks, every operation is refused.
+A process that replaces a lost rank starts while the other ranks are training. In this process, the
+world already has its full size and the process has its final rank. Until the process has joined the
+other ranks, every operation is refused.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class AbsentEngine:
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Do nothing: no operation is in progress."""
+        """Do nothing, because no operation can be in progress."""
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing, because the engine holds no resources."""

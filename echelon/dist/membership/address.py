@@ -13,7 +13,7 @@ def own_address(endpoint: str) -> str:
             such as a file, this host's name is resolved instead.
 
     Raises:
-        OSError: the store's name cannot be resolved, or there is no route to it.
+        OSError: the store's host name cannot be resolved, or no route to the store's host exists.
     """
     host, _, port = endpoint.rpartition(":")
     if host and port.isdigit():

@@ -1,6 +1,6 @@
 """Define a rank's answer to a liveness check, and derive the ranks at fault from the answers.
 
-A receive that times out shows only that the peer did not send. The peer may itself be waiting for
+A receive that times out shows only that the peer did not send. The peer might be waiting for
 another rank. An error must therefore name the rank at the end of the chain of waits.
 """
 
@@ -31,7 +31,7 @@ class Answer:
 
 
 def answer_of(state: GroupState) -> str:
-    """Encode this rank's answer. Safe on any thread."""
+    """Encode this rank's answer. Safe to call on any thread."""
     waits = state.waits()
     return json.dumps(
         {
@@ -61,7 +61,7 @@ def origins(
 
     Returns:
         The group ranks at the ends of the chains, and the group ranks in between. A cycle has no
-        end; if there are only cycles, the result is `late` and no ranks in between.
+        end. If all chains are cycles, the result is `late` and an empty list.
     """
     ends: list[int] = []
     between: list[int] = []

@@ -1,9 +1,9 @@
-"""Post short notices on a board that is kept in the store and watched by every rank of a world.
+"""Post short notices on a board: numbered keys in the store that every rank of a world watches.
 
 A rank whose group has failed posts a verdict. A rank that must find out which ranks are dead posts
-a question, which every member's process answers even if its main thread is busy. Notices are
-numbered keys, each written with one atomic compare_set, so that notices are never lost or
-reordered. The launcher posts a notice for all groups if an attempt ends because a node was lost.
+a question, which every member's process answers even if its main thread is busy. Each notice is
+written to the next key with an atomic compare_set, so notices are never lost or reordered.
+The launcher posts a notice for all groups if an attempt ends because a node was lost.
 
 Only worlds with several hosts need a board: within one host, deaths are detected directly.
 """
@@ -30,7 +30,7 @@ Take = Callable[[dict[str, Any]], None]
 
 
 def quick(store: Store) -> Store:
-    """Return a view of a store with its own connection; each call takes at most `QUICK_S`.
+    """Return a store with the same keys, its own connection and a timeout of `QUICK_S` per call.
 
     Raises:
         StoreError: the store cannot be reached.
@@ -73,7 +73,7 @@ class Board:
         """Start calling `take` with each notice for one group, on the board's thread.
 
         Raises:
-            StoreError: the store cannot be reached within its own timeout.
+            StoreError: the store cannot be reached within the store's timeout.
         """
         with self._lock:
             self._takers[path] = take
@@ -112,7 +112,7 @@ class Board:
         """Post a notice for one group.
 
         Raises:
-            StoreError: the store did not accept the notice within `QUICK_S` per attempt.
+            StoreError: the store cannot be reached, or did not answer within `QUICK_S`.
         """
         text = json.dumps(notice | {"group": path})
         with contextlib.closing(quick(self._store)) as client:

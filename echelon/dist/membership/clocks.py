@@ -2,8 +2,8 @@
 
 Ranks that share rank 0's clock (on a single host, all ranks) do not need an offset. On every other
 host, one rank repeatedly asks rank 0 for the time, through the store's queues, and passes the
-offset to the other ranks on its host. Rank 0 computes how many questions to expect, and stops after
-the last question.
+offset to the other ranks on its host. Rank 0 computes how many requests to expect, and stops after
+the last request.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def agree(
     """Return the offset of this rank's clock from rank 0's clock. All ranks must call `agree`.
 
     Args:
-        timeout_s: how long each wait for another rank may take.
-        my_clock: identifies this rank's clock; None means this process's own clock.
-        now: a function that returns the time on that clock, in ns.
+        timeout_s: the timeout of each wait for another rank.
+        my_clock: the ID of this rank's clock; None means this process's own clock.
+        now: a function that returns the time on this rank's clock, in ns.
 
     Raises:
-        StoreTimeoutError: a rank did not join.
+        StoreTimeoutError: another rank did not join or answer in time.
     """
     name = clock_id() if my_clock is None else my_clock
     clocks = [text.decode() for text in store.gather("clock", rank, world_size, name, timeout_s)]

@@ -1,15 +1,15 @@
-"""Read the environment variables of this package: torchrun's worker variables and a few more.
+"""Read a worker's environment variables: those that torchrun sets, and echelon's own.
 
 | variable | meaning |
 |---|---|
 | RANK, WORLD_SIZE | this process's rank and the world size; if neither is set, a world of one |
-| LOCAL_RANK, LOCAL_WORLD_SIZE | the same within this node |
+| LOCAL_RANK, LOCAL_WORLD_SIZE | this process's rank and the number of ranks within this node |
 | MASTER_ADDR, MASTER_PORT | the store |
-| TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
+| TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; otherwise, rank 0 hosts it |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | namespace of this attempt's keys |
 | ECHELON_ON_LOSS | "shrink" or "replace": when a rank dies, the launcher publishes the survivors |
-| ECHELON_JOIN_AFTER | this process joins a running world, in an epoch after the given one |
-| ECHELON_LIFE | how many earlier processes of this attempt held this rank |
+| ECHELON_JOIN_AFTER | this process joins a running world, in an epoch later than this number |
+| ECHELON_LIFE | the number of earlier processes that had this rank in this attempt |
 | ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |
 """
 
@@ -43,7 +43,7 @@ class Rendezvous:
         """Read the worker's environment variables.
 
         Raises:
-            ValueError: some variables are set, but related variables are missing or not numbers.
+            ValueError: some variables are set, but related variables are missing or invalid.
         """
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return cls()
@@ -73,7 +73,7 @@ class Rendezvous:
 
 
 def num_ranks_here(at_least: int) -> int:
-    """Return LOCAL_WORLD_SIZE, or `at_least` if that is larger or the variable is not set."""
+    """Return LOCAL_WORLD_SIZE if it is set and larger than `at_least`, otherwise `at_least`."""
     return max(at_least, _number("LOCAL_WORLD_SIZE", at_least))
 
 
@@ -81,7 +81,7 @@ def local_rank() -> int:
     """Return this rank's index within its node, or its global rank if LOCAL_RANK is not set.
 
     Raises:
-        ValueError: the variable is not a number.
+        ValueError: the value of the variable is not a number.
     """
     return _number("LOCAL_RANK", _number("RANK", 0))
 
@@ -90,7 +90,7 @@ def on_loss() -> str:
     """Return what the launcher does when a rank dies.
 
     Returns:
-        "shrink" or "replace"; "" if it ends the attempt.
+        "shrink" or "replace"; "" if the launcher ends the attempt.
     """
     return os.environ.get("ECHELON_ON_LOSS", "")
 
@@ -99,7 +99,7 @@ def wants_python_engine() -> bool:
     """Return whether the user requested the shm backend's pure-Python engine.
 
     Raises:
-        ValueError: ECHELON_SHM has another value.
+        ValueError: ECHELON_SHM is set to a value other than "python" and "native".
     """
     value = os.environ.get("ECHELON_SHM", "")
     if value not in ("", "python", "native"):

@@ -1,23 +1,24 @@
-"""Determine which members of a group are at fault: dead, closed, late, or blamed by another rank.
+"""Determine which members of a group are at fault: dead, departed, late or blamed by another rank.
 
 Evidence, strongest first:
 
 1. The death of a process on this host, detected directly (`peers`).
 2. A verdict published by another rank. The first verdict is final, and all ranks report it.
-3. The mark of a rank that closed the group properly.
+3. The mark that a rank stored when it closed the group properly.
 4. The lack of an answer to the liveness check.
 
-Every rank's process answers the check on a separate thread with the number of collectives that the
-rank has called, so a rank that is still computing is considered late, never dead. The answer also
-reports what the rank is waiting for, so that a waiting rank is not blamed for another rank's fault.
+Every rank's process answers the check on a separate thread, so a rank that is still computing is
+considered late, never dead. The answer contains the number of collectives that the rank has called.
+The answer also reports what the rank is waiting for, so that a waiting rank is not blamed for
+another rank's fault.
 
-Neither a connection nor a store lease is evidence: a stopped rank keeps its connection, a live rank
-may lose its connection, and a lease may be out of date by as much as its duration (10 s by
+Connections and store leases are not evidence: the connection of a stopped rank stays open, a live
+rank can lose its connection, and a lease can be out of date by as much as its duration (10 s by
 default).
 
-A rank that merely does not answer is reported as such, and is blamed only if no rank is known to be
-dead. When the store does not answer, the error reports this and does not blame any rank. Every
-store call in this module has its own limit (`board.QUICK_S`).
+A rank that does not answer is reported as silent, and is blamed only if no rank is known to be
+dead. If the store does not answer, the error reports this and does not blame any rank. Every store
+call in this module has a short timeout (`board.QUICK_S`).
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ class Liveness:
         self._is_closed = False
 
     def use_board(self) -> None:
-        """Use the world's board even if all members are watched directly. Call before `serve`."""
+        """Use the world's board even if all members are watched directly.
+
+        This method must be called before `serve`.
+        """
         if self._others:
             self._board = self._world_board
 
@@ -129,7 +133,7 @@ class Liveness:
         """Return an error that names the ranks at fault.
 
         The method takes at most 2.5 s, or 4 s if the store is slow. If the store does not answer,
-        calls are retried for 1.5 s, because its machine may have been paused.
+        calls are retried for 1.5 s, because the store's machine might have been paused.
         """
         members = self._members
         if broken is None and needed is not None and not dead and self._board is None:
@@ -155,7 +159,7 @@ class Liveness:
                 time.sleep(_ASK_AGAIN_S)
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return a more precise error for a failed operation, or `error` if none is known."""
+        """Return a more precise error for a failed operation if one is known, otherwise `error`."""
         if self._is_of_a_part(operation, error):
             return self.find(operation, None, [operation.peer])
         if self._is_late_here(operation, error):
@@ -169,7 +173,10 @@ class Liveness:
         return self._heard_or(operation, error, _HEARSAY_S)
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended the operation, else `error`."""
+        """Return the verdict of the rank whose failure ended the operation.
+
+        If no verdict is received in time, return `error`.
+        """
         wait_s = _HEARSAY_S if self._board is None else _VERDICT_S
         return self._heard_or(operation, error, wait_s)
 
@@ -183,7 +190,7 @@ class Liveness:
             return error
 
     def _is_of_a_part(self, operation: Operation, error: CollectiveError) -> bool:
-        """Return whether a message timed out in an engine that serves only a subgroup."""
+        """Return whether a send or receive timed out in an engine that serves only a subgroup."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is not None
@@ -193,11 +200,12 @@ class Liveness:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        """Mark this rank in the store as being in a monitored barrier while the block runs.
+        """Mark this rank in the store as having arrived at a monitored barrier.
 
-        The mark remains valid even if the rank can no longer answer a liveness check. If the store
-        does not answer, no mark is set. Ranks that share memory do not need a mark, because the
-        memory shows which ranks have arrived.
+        The mark is removed when the block ends, unless the block raises an exception. The mark
+        remains valid even if the rank can no longer answer a liveness check. If the store does not
+        answer, no mark is set. Ranks that share memory do not need marks, because the memory shows
+        which ranks have arrived.
         """
         if self._board is None:
             yield
@@ -283,7 +291,7 @@ class Liveness:
         return build.connection_broken(members, operation, broken, seen)
 
     def _is_late_here(self, operation: Operation, error: CollectiveError) -> bool:
-        """Return whether a message timed out in a group whose ranks are all on this host."""
+        """Return whether a send or receive timed out in a group whose ranks share this host."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is None
@@ -332,13 +340,13 @@ class Liveness:
         return sorted({*late, *silent})
 
     def _without_arrived(self, operation: Operation, late: list[int], store: Store) -> list[int]:
-        """Exclude the ranks that have marked their arrival at a monitored barrier."""
+        """Return the late ranks that have not marked their arrival at a monitored barrier."""
         if operation.kind != "barrier" or not self._arrivals:
             return late
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
     def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, Answer], list[int]]:
-        """Ask other ranks for their calls and waits; return the answers and the silent ranks."""
+        """Run a liveness check; return the answers and the ranks that did not answer."""
         if self._board is None:
             return {}, []
         question = f"{operation.kind}-{operation.peer}-{operation.sequence}"
@@ -372,7 +380,7 @@ class Liveness:
     # ---- verdicts and answers ----
 
     def _take(self, notice: dict[str, Any]) -> None:
-        """Answer a question from the board, or pass on a verdict. Runs on the board's thread."""
+        """Answer a question from the board, or apply a verdict. Runs on the board's thread."""
         state = self._state
         if state is None:
             return

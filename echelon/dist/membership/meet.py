@@ -15,10 +15,10 @@ from echelon.store.base import Store
 def gather(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:
-    """Exchange one value per member through the store, under a key that may be reused.
+    """Exchange one value per member through the store, under a key that can be reused.
 
-    A rank that times out withdraws its arrival. Each rank also leaves a permanent mark of its
-    arrival, so that other ranks do not report the rank as missing.
+    A rank that times out withdraws its arrival. Each rank also stores a separate mark of its
+    arrival, which is not withdrawn, so that other ranks do not report the rank as missing.
 
     Raises:
         CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names those
@@ -40,8 +40,8 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
     """Agree on the number of the world that these ranks are about to create.
 
     Every key of a world starts with the world's number, so a process that rejoins never reads keys
-    from an earlier world. The store keeps the count, because a restarted process has lost its own
-    count. Rank 0 takes the next number and passes it to all ranks in one gather.
+    from an earlier world. The numbers are counted in the store, because a restarted process does
+    not know the last number. Rank 0 takes the next number and passes it to all ranks in one gather.
 
     Raises:
         CollectiveTimeoutError: some members did not join by `deadline_s`; the error names them.

@@ -1,11 +1,11 @@
 """Detect when the processes of other ranks end.
 
 Processes are watched through pidfds, which are immune to pid reuse and report a zombie as dead. If
-the kernel or a sandbox does not allow pidfds, the pid and its start time in /proc are used. A pid
-is meaningless in another PID namespace, such as another container's. A process in such a namespace
-passes its own pidfd (see `shm/handover.py`), and is watched only from then on. One descriptor per
-process serves all groups, and one epoll watches all descriptors, so checking hundreds of peers
-takes one system call.
+the kernel or a sandbox does not allow pidfds, the pid and the process's start time in /proc are
+used. A pid is meaningless in another PID namespace, such as another container's. A process in
+another namespace sends a pidfd of itself (see `shm/handover.py`), and is not watched before it does
+so. One descriptor per process serves all groups, and one epoll instance watches all descriptors, so
+checking hundreds of peers takes one system call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Descriptors:
         self._ended: set[int] = set()  # pidfds
 
     def adopt(self, process: Process, fd: int) -> None:
-        """Keep a pidfd that a process in another namespace sent."""
+        """Store a pidfd that a process in another PID namespace sent."""
         with self._lock:
             if process in self._open:
                 os.close(fd)
@@ -62,7 +62,7 @@ class _Descriptors:
             return self._ended
 
     def release(self, process: Process) -> None:
-        """Release one use of a pidfd, and close the pidfd after its last use."""
+        """Release one use of a process's pidfd, and close the pidfd if no uses remain."""
         with self._lock:
             fd, users = self._open.pop(process)
             if users > 1:
@@ -87,7 +87,7 @@ _descriptors = _Descriptors()
 
 
 def _forget() -> None:
-    """Reset the descriptors in a forked child, where the lock may never be released."""
+    """Reset the descriptors in a forked child, where the lock might never be released."""
     global _descriptors
     _descriptors = _Descriptors()
 
@@ -103,7 +103,7 @@ def adopt(process: Process, fd: int) -> None:
 class Peers:
     """The processes of the other members on this host, keyed by group rank.
 
-    `close` may run while another method is running, on another thread or in a signal handler. A
+    `close` can be called, on another thread or in a signal handler, while another method runs. A
     closed object does not report any process as dead, and does not hold any descriptors.
     """
 

@@ -27,7 +27,7 @@ def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
 
 
 def take_if_still_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK, GET and CHECK; return None if either CHECK finds no key."""
+    """Read the answers to CHECK, GET and CHECK; return None if a CHECK did not find the key."""
     value = take_if_present(channel, deadline)
     return value if take_check(channel, deadline) else None
 
@@ -38,7 +38,7 @@ def take_pong(channel: Channel, deadline: Deadline) -> None:
 
 
 def take_nothing(_: Channel, __: Deadline) -> None:
-    """Read nothing, because the command has no answer."""
+    """Read nothing, because the command is not answered."""
 
 
 def take_bool(channel: Channel, deadline: Deadline) -> bool:

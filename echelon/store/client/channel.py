@@ -1,7 +1,7 @@
 """Send bytes and read replies on one of a client's connections. Every call has a deadline.
 
-Only one thread may read at a time, and only one thread may write at a time. A receive call sleeps
-in the kernel for up to one second, and then checks the deadline again.
+Only one thread at a time is allowed to read, and only one is allowed to write. A receive call
+blocks in the kernel for at most one second, and then checks the deadline again.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Channel:
         """Return the next `size` bytes of the reply.
 
         Raises:
-            TimeoutError: not all bytes arrived in time; the received ones are kept for later calls.
+            TimeoutError: not all bytes arrived in time. A later call returns the received bytes.
             ConnectionError: the server closed the connection.
         """
         end = self._at + size
@@ -142,7 +142,7 @@ class Channel:
         return data
 
     def _fill(self, size: int, deadline: Deadline) -> None:
-        """Receive bytes until the buffer holds at least `size` bytes."""
+        """Receive bytes until the buffer contains at least `size` bytes."""
         pieces = [self._buffer[self._at :]]
         have = len(pieces[0])
         self._at = 0
@@ -223,7 +223,7 @@ def connect(place: Place, known: tuple[Address, ...], deadline: Deadline) -> Cha
         known: addresses to try before the host's name is resolved.
 
     Raises:
-        OSError: no address could be reached, or the server closed the connection; a retry may
+        OSError: no address could be reached, or the server closed the connection. A retry might
             succeed.
         StoreConnectionError: the server was reached but does not accept this client.
     """

@@ -1,11 +1,12 @@
 """Implement torch's Store API over a connection to echelon's server or to torch's.
 
 All calls block, are thread-safe and have a deadline. The handshake determines whether the server is
-echelon's or torch's. `our_calls` implements the calls for echelon's server, and `torch_calls` those
-for torch's server. On echelon's server, every call takes one round trip.
+echelon's or torch's. `our_calls` implements the calls for echelon's server, and `torch_calls` the
+calls for torch's server. With echelon's server, every call takes one round trip.
 
-If the connection breaks, reads and waits are retried. All other calls (add, append, compare_set,
-queue operations, rounds) fail with an error that reports the broken connection.
+If the connection breaks, reads and waits are retried. All other calls, such as add, append,
+compare_set, queue operations, barriers and gathers, fail with an error that reports the broken
+connection.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class TCPStore(Store):
         timeout: the timeout for connecting, and for each call that does not specify its own.
         wait_for_workers: whether the master's constructor waits until `world_size` clients have
             joined.
-        multi_tenant: whether several masters in this process may share one server on one port.
+        multi_tenant: whether several masters in this process can share one server on one port.
         master_listen_fd: the descriptor of a listening socket for the master to take over.
         use_libuv: accepted for compatibility with torch; has no effect.
         observer: see `Store.observer`; by default, a job's worker records its waits in the black
@@ -192,7 +193,7 @@ class TCPStore(Store):
         """Return statistics about echelon's server.
 
         Raises:
-            StoreError: the server is torch's, which does not keep statistics.
+            StoreError: the server is torch's, which does not collect statistics.
         """
         if not isinstance(self._calls, OurCalls):
             raise StoreError(

@@ -28,7 +28,7 @@ class Dialer:
 
     Attributes:
         place: the server's address and the client's credentials.
-        is_closed: True once the client was closed.
+        is_closed: True once the client has been closed.
     """
 
     def __init__(self, place: Place) -> None:
@@ -71,8 +71,8 @@ class Dialer:
 
         Raises:
             StoreTimeoutError: no server was reached in time.
-            StoreConnectionError: the server has stopped, was replaced, or does not accept this
-                client.
+            StoreConnectionError: the server has stopped, has been restarted, or does not accept
+                this client.
         """
         self.check_usable(operation, key)
         window_s = deadline.left_s if self._instance is None else _RECONNECT_S

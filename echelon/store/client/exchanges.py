@@ -1,8 +1,8 @@
 """Implement the three kinds of exchange between a client and torch's server.
 
 `ask` sends a request on the shared connection and reads the immediate answer. `tell` sends a
-request that gets no answer. `hold` runs an exchange that may block, on a separate connection. If an
-exchange fails, the error names the operation, the key and the server.
+request that is not answered. `hold` runs an exchange that can block, on a separate connection. If
+an exchange fails, the error names the operation, the key and the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class Exchanges:
     """The exchanges over the connections of one client.
 
-    A call marked `can_repeat` is retried if its connection breaks, unless unconfirmed writes may
+    A call with `can_repeat` is retried if its connection breaks, unless unconfirmed writes might
     have been lost. `ask` retries a request at most once, and `hold` at most twice.
     """
 
@@ -68,7 +68,7 @@ class Exchanges:
         raise AssertionError("this line should be unreachable")
 
     def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
-        """Send a request that has no answer."""
+        """Send a request that is not answered."""
         name = show(key)
         pool = self._pool
         lock = pool.turn(operation, name, deadline)
@@ -98,10 +98,10 @@ class Exchanges:
         *,
         can_repeat: bool = False,
     ) -> T:
-        """Run an exchange that may block for a long time, on a separate connection.
+        """Run an exchange that can block for a long time, on a separate connection.
 
-        `exchange` reads the answer. At the deadline, `exchange` must cancel the request and return
-        or raise.
+        The function `exchange` reads the answer. At the deadline, it must cancel the request, and
+        then return or raise an exception.
         """
         name = show(key)
         pool = self._pool

@@ -1,6 +1,6 @@
 """Manage the servers that this process hosts for its stores.
 
-Several masters in one process may share a server on one port, as in torch (`multi_tenant`). The
+Several masters in one process can share a server on one port, as in torch (`multi_tenant`). The
 server stops when the last master is closed.
 """
 
@@ -62,7 +62,7 @@ _shared_lock = threading.RLock()
 def host(
     address: str, port: int, secret: bytes | None, multi_tenant: bool, listen_fd: int | None
 ) -> Hosted:
-    """Start a server; with `multi_tenant`, share the one already hosted on the port, if any."""
+    """Start a server or, with `multi_tenant`, share a server already hosted on the port."""
     shared = _share(port) if multi_tenant else None
     if shared is not None:
         return shared

@@ -1,8 +1,8 @@
 """Manage one connection to echelon's server, which all threads of a client share.
 
-A query and its answer carry the same tag, so answers may arrive in any order. Instead of a separate
-reader thread, one of the waiting callers reads the answers for all callers. Once it has its own
-answer, another caller takes over.
+A query and its answer carry the same tag, so answers can arrive in any order. Instead of a separate
+reader thread, one of the waiting callers reads the answers for all callers. When this caller has
+received its own answer, another caller takes over.
 
 [Note: quiet writes] `set` and similar queries carry tag 0, and the server answers them only if it
 refuses them. The server executes a connection's queries in order, so the answer to a later query
@@ -57,7 +57,7 @@ class Link:
     Attributes:
         problem: the reason that the link can no longer be used; None if it is usable.
         refusal: the reason that the server gave for closing the connection or refusing a quiet
-            write.
+            write; None if the server has done neither.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -173,7 +173,7 @@ class Link:
         """Wait until a call has an answer or a frame.
 
         Raises:
-            TimeoutError: nothing arrived in time; `finish` may be called again.
+            TimeoutError: nothing arrived in time; `finish` can be called again.
             OSError: the link broke.
         """
         while not call.is_ready:
@@ -210,7 +210,7 @@ class Link:
                     return
 
     def _take(self, deadline: Deadline) -> None:
-        """Read one frame and deliver it to the right call. The caller must hold the read lock."""
+        """Read one frame and deliver it to its `Call`. The caller must hold the read lock."""
         self._demand_up()
         try:
             status, tag, payload = self.channel.take_frame(deadline)

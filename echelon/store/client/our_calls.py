@@ -228,7 +228,7 @@ class OurCalls(Store):
             steps = steps[len(queries) :]
 
     def _outcome(self, step: Step, status: int, payload: bytes) -> object:
-        """Return the result of a pipeline step, which may be an error."""
+        """Return the result of a pipeline step, or the error if the step failed."""
         if status == p.ERROR:
             text = payload.decode("utf-8", "replace")
             name = show(step.key)
@@ -358,7 +358,7 @@ class _Leases:
                 return
 
     def _renew(self) -> None:
-        """Renew the leases until no presence is left."""
+        """Renew the leases until no presences remain."""
         while True:
             with self._lock:
                 if not self._lease_s or self._is_closed:

@@ -1,11 +1,11 @@
 """Manage the connections of a client to torch's server.
 
 [Note: one connection for answers, others for waits] Replies carry no IDs, so a connection serves
-only one exchange at a time. Short exchanges share the main connection under a lock. A call that may
+only one exchange at a time. Short exchanges share the main connection under a lock. A call that can
 block takes over the main connection, and the next call opens or reuses another connection. Thus a
 single-threaded program has one connection, and a blocked thread does not block other threads.
 Before a call takes over the main connection, a PING confirms all earlier writes. A thread therefore
-always sees its own writes.
+always reads its own writes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pool:
 
     @property
     def is_closed(self) -> bool:
-        """True once the client was closed."""
+        """True once the client has been closed."""
         return self._dialer.is_closed
 
     def turn(self, operation: str, key: str, deadline: Deadline) -> threading.Lock:

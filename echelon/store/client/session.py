@@ -1,10 +1,10 @@
-"""Keep a client's session with echelon's server, and replace a broken link.
+"""Maintain a client's session with echelon's server, and replace a broken link.
 
-`ask` sends a query that is answered immediately. `wait` sends a query that may block and is
-cancelled at the deadline. `write` sends a query that is answered only if it is refused.
+`ask` sends a query that is answered immediately. `wait` sends a query that can block and is
+canceled at the deadline. `write` sends a query that is answered only if it is refused.
 
-A query marked `can_repeat` is retried over a new link, unless quiet writes may have been lost. No
-query is sent more than twice.
+A query with `can_repeat` is retried over a new link, unless quiet writes might have been lost.
+`ask` retries a query at most once, and `wait` at most twice.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Session:
         Returns the payload, or None for the status NOTHING.
 
         Raises:
-            StoreError: the server refuses the query.
+            StoreError: the server refused the query.
             StoreTimeoutError, StoreConnectionError: the query was not answered.
         """
         for is_last in (not can_repeat, True):
@@ -184,11 +184,12 @@ class Session:
         *,
         can_repeat: bool = False,
     ) -> bytes:
-        """Send a query that may block; return the payload of its answer.
+        """Send a query that can block; return the payload of its answer.
 
         Raises:
             WaitCancelledError: the deadline passed and the server withdrew the wait.
-            StoreError: as with `ask`.
+            StoreError: the server refused the query.
+            StoreTimeoutError, StoreConnectionError: the query was not answered.
         """
         for is_last in (not can_repeat, False, True):
             link = self.link(operation, key, deadline)

@@ -1,8 +1,8 @@
 """Implement the Store API for torch's server.
 
-Gathers are built from plain commands (see the note in `base`). If a connection breaks, reads and
-waits are retried (see `Exchanges`). All other calls (add, append, compare_set, queue operations,
-rounds) fail with an error that reports the broken connection.
+Gathers are built from plain operations (see the note in `base`). If a connection breaks, reads and
+waits are retried (see `Exchanges`). All other calls, such as add, append, compare_set, queue
+operations, barriers and gathers, fail with an error that reports the broken connection.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class TorchCalls(Store):
             self._wait_present("wait", keys, deadline)
 
     def _wait_present(self, operation: str, keys: list[bytes], deadline: Deadline) -> None:
-        """Wait inside the server until all keys exist."""
+        """Make the server wait until all keys exist, and block until it answers."""
         request = p.encode(p.WAIT, _wires(keys))
         is_there = self._exchanges.hold(
             operation, keys[0], request, take_wait, deadline, can_repeat=True

@@ -4,7 +4,7 @@ The first line of output is the port number. The server runs until SIGTERM or SI
 input is a pipe, the server also stops when the pipe closes. With `--parent-only`, the server
 ignores both signals and stops only when the pipe closes.
 
-A parent process may send commands through the pipe, one per line. `admit ADDRESS` admits torch's
+A parent process can send commands through the pipe, one per line. `admit ADDRESS` admits torch's
 clients from a trusted address. `publish KEY VALUE` stores a value; KEY and VALUE are single words.
 `post FOLDER VALUE` stores a value under the first of the keys FOLDER/0, FOLDER/1, ... that is free.
 `has KEY ...` makes the server print `has`, followed by a 1 for each key that exists and a 0 for
@@ -115,7 +115,7 @@ def _is_pipe(descriptor: int) -> bool:
 
 
 def _listen_to_parent(server: StoreServer) -> None:
-    """Execute commands from standard input until it closes, then stop the server."""
+    """Execute the commands from standard input until it closes, then stop the server."""
     with os.fdopen(os.dup(0), encoding="utf-8", errors="replace") as lines:
         for line in lines:
             _obey(server, line.split())

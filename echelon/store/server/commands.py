@@ -1,8 +1,8 @@
 """Implement torch's commands, with one function per query byte.
 
-Each function receives the connection and the fields of the message. torch's commands have no error
-replies. If a command cannot be executed, its function raises ValueError, and the connection is
-closed. `queries` implements echelon's own queries.
+Each function receives the connection and the fields of the command. torch's protocol does not have
+error replies. If a command cannot be executed, its function raises ValueError, and the connection
+is closed. The module `queries` implements echelon's own queries.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Send a peer the answers to its waits and the events of its watches.
 
-If the peer has too many unread bytes, answers are deferred and watches are ended.
+If the peer does not read its replies fast enough, answers are deferred and watches are ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Deliveries:
         return bool(self._parked)
 
     def deliver(self, waiter: Waiter, gathered: bytes) -> None:
-        """Answer a waiter that was woken or has failed.
+        """Answer a waiter that has been satisfied or has failed.
 
         Args:
             gathered: for a gather, the encoded values, which are the same for all ranks.
@@ -44,7 +44,7 @@ class Deliveries:
         self._peer.stop_reading()
 
     def deliver_parked(self) -> None:
-        """Deliver deferred answers until the peer has too many unread bytes."""
+        """Deliver deferred answers until the peer's unread replies exceed the limit."""
         while self._parked and not self._is_full:
             self._deliver(*self._parked.popleft())
         if self._parked:
@@ -53,7 +53,7 @@ class Deliveries:
             self._peer.read_on_unless_put_off()
 
     def push_event(self, tag: int, event: bytes) -> None:
-        """Send a change to a watched key, or end the watch if the peer has stopped reading."""
+        """Report a changed key to the peer, or end the watch if unread replies exceed the limit."""
         peer = self._peer
         if self._is_full:
             peer.hub.unwatch(peer, tag)

@@ -119,7 +119,7 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Peer, why: str) -> None:
-        """Log which peer was refused and why; if there are too many refusals, only count them."""
+        """Log which peer was refused and why; only count the refusal if there are too many."""
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
             self._num_logged += 1
@@ -203,7 +203,7 @@ class Hub:
         return self._gathered[1]
 
     def watch(self, connection: Peer, tag: int, keys: Iterable[bytes]) -> None:
-        """Push changes to the given keys to a connection until the watch ends.
+        """Report all changes of the given keys to a connection until the watch ends.
 
         Raises:
             ValueError: the connection has reached its limit on watched keys.
@@ -236,7 +236,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Check whether a client without the secret may join; pass the result to its `settle`."""
+        """Check whether to admit a client without the secret; call its `settle` with the result."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)
@@ -266,7 +266,7 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Disconnect peers that exceeded a time limit; expire leases and reservations of items."""
+        """Disconnect peers that exceeded a time limit; end expired leases and item reservations."""
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()

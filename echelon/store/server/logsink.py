@@ -1,6 +1,6 @@
 """Log to standard error from a separate thread, so that the server's loop never blocks.
 
-When the queue is full, lines are dropped. A later line reports how many were lost.
+When the queue is full, lines are dropped. A later line reports how many lines were dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StderrSink(logging.Handler):
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Wait briefly until the queued lines have been written."""
+        """Wait a short time for the queued lines to be written."""
         try:
             self._lines.put(None, timeout=_CLOSE_S)
             self._thread.join(_CLOSE_S)

@@ -1,4 +1,7 @@
-"""Wrap the optional C core, which executes plain commands."""
+"""Wrap the optional C core, which executes plain commands.
+
+A plain command reads or writes keys without affecting waiters, watches or leases.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ class Receiver(Protocol):
     It executes plain commands itself and passes all other data to `receive`.
 
     Attributes:
-        is_plain: whether plain commands may be executed. The owner sets this attribute.
-        is_ours: whether the peer may send tagged queries.
+        is_plain: whether plain commands can be executed now. The owner sets this attribute.
+        is_ours: whether the peer is allowed to send tagged queries.
         write: the transport's `write`.
         num_queued: the transport's `get_write_buffer_size`.
-        may_be_queued: whether the transport's buffer may contain data. The owner sets this
+        may_be_queued: whether the transport's buffer might contain data. The owner sets this
             attribute on each write.
-        descriptor: the socket's file descriptor, to which replies may be written directly. If it is
+        descriptor: the socket's file descriptor, to which replies can be written directly. If it is
             -1, the transport sends all replies.
     """
 
@@ -55,7 +58,7 @@ def make_executor(state: StoreState, limits: Limits) -> Executor | None:
     """Return an executor of plain commands on `state`, or None without the C core.
 
     The executor stops before the first command that is not plain, is incomplete or exceeds a limit.
-    It also stops once it has collected 256 KiB of replies.
+    It also stops when it has collected 256 KiB of replies.
     """
     if _native is None:
         return None

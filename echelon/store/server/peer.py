@@ -1,12 +1,12 @@
 """Handle one of the server's connections. All methods run on the server's event loop.
 
-The connection owns its parser, its unsent replies and its deferred messages. Its waits are kept in
-the shared `StoreState`, with the connection as their owner. Closing the connection withdraws the
+The connection owns its parser, its unsent replies and its deferred commands. Its waits are stored
+in the shared `StoreState`, with the connection as their owner. Closing the connection withdraws the
 waits.
 
 The replies to one packet are sent in one write, unless the packet's commands take longer than one
-slice of the loop's time (see `turns.py`). If the peer has more than `Limits.unread_bytes` unread
-bytes, the connection stops reading and executing commands.
+time slice of the event loop (see `turns.py`). If the size of the unread replies exceeds
+`Limits.unread_bytes`, the server stops reading and executing the peer's commands.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_executing(self) -> bool:
-        """True if the peer is a member and may execute commands now."""
+        """True if the peer is a member whose commands can be executed now."""
         return self.standing is Standing.MEMBER and not self._is_busy
 
     @property
@@ -276,12 +276,12 @@ class Peer(asyncio.Protocol):
 
     @property
     def _is_flowing(self) -> bool:
-        """True if the peer is a member whose commands may be executed on arrival."""
+        """True if the peer is a member whose commands can be executed on arrival."""
         return self.standing is Standing.MEMBER and not self._must_wait
 
     @property
     def _is_plain(self) -> bool:
-        """True if the peer may use the fast path for plain commands."""
+        """True if the peer's next commands can take the fast path for plain commands."""
         promised = self.state.promised_to
         return self._is_flowing and (not promised or self not in promised)
 
@@ -320,7 +320,7 @@ class Peer(asyncio.Protocol):
     # Carrying out.
 
     def _carry_out(self, messages: Collection[p.Message]) -> None:
-        """Execute messages in order, but defer the rest if too many replies are unread."""
+        """Execute parsed commands in order; defer the rest if the peer must wait."""
         if len(messages) == 1 and self._is_flowing:
             (message,) = messages
             if cast(int, message[0]) < p.RUN:
@@ -345,7 +345,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def _receive_stranger(self, messages: Iterator[p.Message]) -> None:
-        """Execute the requests that a peer may send before it becomes a member."""
+        """Execute the commands that a peer is allowed to send before it becomes a member."""
         for message in messages:
             if not self._is_admitted(message):
                 return
@@ -355,7 +355,7 @@ class Peer(asyncio.Protocol):
                 return
 
     def _demand_nothing_unsealed(self, rest: Iterator[p.Message]) -> None:
-        """Refuse the peer if its packet contains further bytes after the proof."""
+        """Refuse the peer if its packet contains unsealed bytes after the proof."""
         if self.is_sealed and (
             self._rest or next(rest, None) is not None or self._parser.is_inside_command
         ):
@@ -374,7 +374,7 @@ class Peer(asyncio.Protocol):
         return self.standing is standing
 
     def _carry_out_one(self, message: Any) -> None:
-        """Execute a single message from a member. This is a fast path of `_carry_out`."""
+        """Execute a single command from a member. This is a fast path of `_carry_out`."""
         state = self.state
         if state.promised_to and self in state.promised_to:
             release_unless_popped(self, message)
@@ -444,7 +444,7 @@ class Peer(asyncio.Protocol):
 
     @staticmethod
     def _next_slice(steps: Generator[None, None, list[bytes]]) -> list[bytes] | None:
-        """Run one step; return the answer if that was the last step, else None."""
+        """Run one step; return the answer if this was the last step, otherwise None."""
         try:
             next(steps)
         except StopIteration as done:
@@ -496,7 +496,7 @@ class Peer(asyncio.Protocol):
     # Becoming a member.
 
     def _is_admitted(self, message: p.Message) -> bool:
-        """Return whether a message may be executed; if not, defer or refuse the message."""
+        """Return whether a command can be executed; if not, defer it or refuse the peer."""
         query = message[0]
         if self.standing is Standing.CLOSED:
             return False

@@ -62,7 +62,7 @@ class StoreServer:
     Raises:
         StoreError: the address cannot be bound.
 
-    `start`, `close` and `statistics` may be called from any thread.
+    `start`, `close` and `statistics` can be called from any thread.
 
     Example:
         >>> server = StoreServer("127.0.0.1").start()
@@ -102,7 +102,7 @@ class StoreServer:
         keep_from_children(self)
 
     def descriptors(self) -> Iterator[int]:
-        """Return the sockets that a forked child must not keep open."""
+        """Yield the file descriptors of the sockets that a forked child must not keep open."""
         yield from (listener.fileno() for listener in self._sockets)
         hub = self._hub
         if hub is not None:
@@ -132,7 +132,10 @@ class StoreServer:
         return self
 
     def serve_forever(self, *, on_ready: Callable[[], None] | None = None) -> None:
-        """Serve on the calling thread until `close()` is called or SIGTERM or SIGINT arrives."""
+        """Serve on the calling thread until `close` or `stop_soon` is called.
+
+        On the main thread, SIGTERM and SIGINT also stop the server, unless they are ignored.
+        """
         with self._lock:
             assert self._thread is None, "start() was called before"
             _raise_descriptor_limit()  # the process serves and does nothing else
@@ -146,7 +149,7 @@ class StoreServer:
         self._run(on_ready or (lambda: None))
 
     def stop_soon(self) -> None:
-        """Make `serve_forever` return, now or as soon as it starts. Thread-safe."""
+        """Stop the event loop immediately, or as soon as it starts. Thread-safe."""
         self._must_stop = True
         loop = self._loop
         if loop is not None and self._is_serving:  # else `_begin` looks at `_must_stop`

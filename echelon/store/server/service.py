@@ -1,4 +1,4 @@
-"""Process a member's messages in order."""
+"""Execute a member's commands in order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PACKET_COMMANDS: Final = 131072  # more than one packet can hold
 
 
 def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
-    """Execute a member's messages; return the messages that must be deferred.
+    """Execute a member's commands; return the commands that must be deferred.
 
-    Messages are deferred if the peer is closed, has too many unread replies or must let other peers
-    run.
+    Commands are deferred if the connection is closed, if too many replies are unread, or if other
+    peers must have a turn.
     """
     state, out, turns = peer.state, peer.out, peer.hub.turns
     values, waiting, promised = state.values, state.waiting, state.promised_to
@@ -69,7 +69,7 @@ def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
 
 
 def release_unless_popped(peer: Peer, message: p.Message) -> None:
-    """Release the item reserved for a peer, unless the message is a pop."""
+    """Release the item reserved for a peer, unless the peer's command pops it."""
     state = peer.state
     if message[:2] != (p.QUEUE_POP, state.promised_to[peer]):
         state.release_promise(peer)

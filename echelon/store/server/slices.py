@@ -1,8 +1,8 @@
 """Produce answers that cover the whole store, in time slices.
 
 Each function is a generator that yields between slices and returns the answer. The answer describes
-the store at the moment of the query. With four million keys, the server's default limit, the
-snapshot takes tens of milliseconds.
+the store at the moment of the query. With four million keys, the server's default limit, copying
+the references to the keys or values takes tens of milliseconds.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Turns:
     """The queue of deferred work on one server.
 
     Args:
-        clock: a function that returns monotonic seconds.
+        clock: a function that returns the monotonic time, in seconds.
     """
 
     def __init__(

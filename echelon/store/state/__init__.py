@@ -1,1 +1,1 @@
-"""Keep the state of a store: keys, queues, rounds, leases and waiters, without I/O or a clock."""
+"""Manage the state of a store (keys, queues, barriers, gathers, leases and waiters) without I/O."""

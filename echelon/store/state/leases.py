@@ -1,9 +1,10 @@
 """Manage presences, which are keys with a lease that a session renews.
 
-A connection does not prove that a process is alive. A forked child may keep a connection open, and
-a brief network failure may close it. A presence therefore belongs to a session: a client that may
-reconnect. The presence ends when it is released or its lease expires. When the session's connection
-closes, the session's leases are shortened to a grace period, in which a live client can reconnect.
+A connection does not prove that a process is alive. A forked child can keep a connection open, and
+a brief network failure can close a connection. A presence therefore belongs to a session, which
+identifies a client across reconnections. The presence ends when it is released or its lease
+expires. When the session's connection closes, the session's leases are shortened to a grace period,
+in which a live client can reconnect.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class _Lease:
 
 
 class Leases:
-    """The presences on one server. Only the server's event loop may use this object."""
+    """The presences on one server. This object must be used only on the server's event loop."""
 
     def __init__(self, state: StoreState, now: Callable[[], float]) -> None:
         self._state = state
@@ -36,11 +37,11 @@ class Leases:
         return len(self._leases)
 
     def num_of(self, session: bytes) -> int:
-        """Return the number of presences held by a session."""
+        """Return the number of presences that belong to a session."""
         return len(self._keys_of.get(session, ()))
 
     def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
-        """Store a key that is deleted when the lease ends, unless the value has been replaced.
+        """Store a key that is deleted when the lease ends, unless its value is replaced first.
 
         Raises:
             ValueError: the server has reached its limit on keys.
@@ -67,7 +68,7 @@ class Leases:
             self._end(key, lease)
 
     def has_closed(self, session: bytes) -> None:
-        """Handle the end of a session's connection: shorten its leases to the grace period."""
+        """Shorten a session's leases to the grace period after its last connection has closed."""
         ends = self._now() + GRACE_S
         for key in self._keys_of.get(session, ()):
             self._leases[key].ends = min(self._leases[key].ends, ends)

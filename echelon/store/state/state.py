@@ -1,8 +1,8 @@
-"""Keep the contents of a store and its waiters, without I/O, clocks or threads.
+"""Manage the contents of a store and its waiters, without I/O, clocks or threads.
 
-`StoreState` either answers a request immediately or keeps a `Waiter`. Satisfied waiters are
+`StoreState` either answers a request immediately or stores a `Waiter`. Satisfied waiters are
 collected in `woken`, and the server's loop or the `MemoryStore` delivers the answers. A member's
-waits and temporary entries belong to an `owner` token; `forget(owner)` withdraws all of them.
+waits and reserved items belong to an `owner` token. `forget(owner)` withdraws all of them.
 
 [Note: items promised to a waiter] torch implements a blocking queue_pop as WAIT followed by
 QUEUE_POP. The server cannot distinguish this WAIT from the WAIT of a get. If a push woke every
@@ -32,16 +32,16 @@ class StoreState:
             limit raises ValueError and changes nothing.
 
     Attributes:
-        values: the plain keys.
+        values: the value of each key.
         queues: the queues that are not empty.
         promised_to: the queue of each reserved item, keyed by the item's owner.
         woken: the satisfied waiters whose answers have not been delivered.
         waiting: the waiters for each key, in order of arrival.
         rounds: the open barriers and gathers.
-        present_by: the owner of each temporary key.
+        present_by: the owner of each presence key.
         watched: the keys whose changes are reported.
-        on_change: called with the key and its new value (None if it was deleted) when a watched key
-            changes.
+        on_change: a function that is called when a watched key changes, with the key and its new
+            value (None if the key was deleted).
     """
 
     def __init__(self, max_keys: int | None = None) -> None:
@@ -104,7 +104,7 @@ class StoreState:
         self.set(key, self.values.get(key, b"") + value)
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Store `desired` if the key holds `expected`; an empty `expected` matches a missing key.
+        """Store `desired` if the value is `expected`; an empty `expected` matches a missing key.
 
         Returns the value that the key has afterwards, or `expected` if the key is still missing.
         """
@@ -235,7 +235,7 @@ class StoreState:
         return waiter
 
     def _claim(self, waiter: Waiter) -> None:
-        """Reserve an item for a satisfied waiter that may be about to pop it."""
+        """Reserve an item for a satisfied waiter that might be about to pop it."""
         key = waiter.keys[0] if waiter.keys else b""
         if waiter.wants is not Wants.CLAIM or key in self.values or len(waiter.keys) != 1:
             return
@@ -386,17 +386,17 @@ class StoreState:
         return len(self._waiters_of.get(owner, ()))
 
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
-        """Store a value that is deleted when its owner leaves."""
+        """Store a value under a presence key, which is deleted when its presence ends."""
         self.set(key, value)
         self.present_by[key] = owner
 
     def end_presence(self, owner: Hashable, key: bytes) -> None:
-        """Delete one of this owner's presence keys, unless its value has been replaced since."""
+        """Delete one of an owner's presence keys, unless its value has been replaced."""
         if self.present_by.get(key) is owner:
             self.delete(key)
 
     def forget(self, owner: Hashable) -> None:
-        """Remove all state that belongs to an owner that has left."""
+        """Withdraw all waits of an owner that has left, and release the owner's reserved item."""
         for waiter in self.waiters_of(owner):
             self.withdraw(waiter)
         self.release_promise(owner)
@@ -413,7 +413,7 @@ class StoreState:
         return sum(map(len, self._waiters_of.values()))
 
     def num_presences(self) -> int:
-        """Return the number of keys that are deleted when their owner leaves."""
+        """Return the number of presence keys, which are deleted when their presence ends."""
         return len(self.present_by)
 
     def _tell(self, key: bytes, value: bytes | None) -> None:

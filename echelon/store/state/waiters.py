@@ -1,4 +1,4 @@
-"""Define the waiters of a store, and the rounds of its barriers and gathers."""
+"""Define a store's waiters, and the rounds of its barriers and gathers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Round:
         wants: BARRIER or GATHER.
         world_size: the number of arrivals that complete the round.
         arrivals: the waiters that have arrived, in order.
-        by_rank: the arrivals that gave a rank, keyed by rank.
+        by_rank: the arrivals that specified a rank, keyed by rank.
     """
 
     wants: Wants
@@ -87,7 +87,7 @@ class Round:
     def missing_ranks(self, most: int = MAX_MISSING) -> list[int]:
         """Return up to `most` missing ranks, lowest first.
 
-        The result is empty if any caller arrived without giving its rank.
+        The result is empty if any caller arrived without specifying its rank.
         """
         if len(self.by_rank) < len(self.arrivals):
             return []

@@ -3,7 +3,7 @@
 The kernel closes the connections of a dead process, but a host that loses power cannot close its
 connections. Therefore both endpoints send keepalive probes to an idle peer, and consider the peer
 dead after about half a minute of silence. The kernel does not send probes while data is
-unacknowledged, so the age of unacknowledged data is also limited. The limit may also disconnect a
+unacknowledged, so the age of unacknowledged data is also limited. This limit can also disconnect a
 peer that has stopped reading.
 """
 

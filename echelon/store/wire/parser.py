@@ -1,8 +1,8 @@
 """Parse a byte stream into messages, incrementally and regardless of packet boundaries.
 
-A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes). A
-run of SET or GET commands with equal lengths forms a single message (see `expand_run`). Every
-length is checked against `Limits` before anything is stored.
+A message is a parsed command, as a flat tuple: the query byte, then the command's fields in order
+(bytes, int, list of bytes). A run of SET or GET commands with equal lengths forms a single message
+(see `expand_run`). Every length is checked against `Limits` before anything is stored.
 
 After a violation of the protocol, the parser ignores all further bytes, and `violation` gives the
 reason. Messages completed before the violation are still delivered.
@@ -150,7 +150,7 @@ class Parser:
         return out
 
     def finish(self, data: bytes) -> tuple[list[p.Message], bytes]:
-        """Parse up to the end of the open command; return its message and the remaining bytes."""
+        """Parse the rest of the incomplete command; return its message and the remaining bytes."""
         out: list[p.Message] = []
         if self.violation is not None:
             return out, b""
@@ -165,7 +165,7 @@ class Parser:
         return out, data[position:]
 
     def _after_held(self, data: bytes) -> bytes:
-        """Return the held bytes plus `data`, or b"" if more bytes are needed."""
+        """Buffer `data`; return all buffered bytes, or b"" if more bytes are needed."""
         self._held += data
         if len(self._held) < self._need:
             return b""
@@ -174,7 +174,7 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Extract the complete commands from `position` on, and open an incomplete last command."""
+        """Extract complete commands from `position` on, and start to parse an incomplete one."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from
@@ -238,7 +238,7 @@ class Parser:
             shapes = self._shapes
 
     def _cut_tagged(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Extract one tagged command that has one of the fast path's shapes.
+        """Extract one tagged command if its form allows the fast path.
 
         Returns the position after the command, or 0 if the fast path cannot extract the command.
         """
@@ -294,7 +294,7 @@ class Parser:
         self._choose_shapes()
 
     def _choose_shapes(self) -> None:
-        """Record which queries from this peer may take the fast path."""
+        """Record which queries from this peer can take the fast path."""
         if self._is_admitted:
             self._shapes = _OUR_SHAPES if self.extensions else _TORCH_SHAPES
         else:
@@ -310,7 +310,7 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Feed data from `position` to the open command; return the position where it stopped."""
+        """Parse the incomplete command from `position` on; return where the parsed data ends."""
         while self._steps is not None:
             end = position + self._need
             if end > len(data):
@@ -324,7 +324,7 @@ class Parser:
         return position
 
     def _complete(self, message: p.Message | None, out: list[p.Message]) -> None:
-        """Finish the open command and append its message, if any."""
+        """Finish the current command and append its message, if any."""
         self._steps = None
         if message is not None:
             out.append(message)
@@ -380,7 +380,7 @@ class Parser:
             self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
-        """Return `length` after checking that the command may contain a string of this length."""
+        """Return `length` after checking that the command can contain a string of this length."""
         limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
         if length > limit:
             what = "key" if kind == "K" else "value"
@@ -447,7 +447,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Return the position of the first command whose header differs from the first one's."""
+    """Return the position of the first command whose header differs from the run's headers."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:

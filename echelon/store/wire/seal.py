@@ -1,11 +1,11 @@
-"""Seal the stream after the handshake: only the two endpoints can create its records.
+"""Seal the stream after the handshake, so that only the two endpoints can create its records.
 
 [Note: why the stream is sealed] The handshake does not prove who sends the bytes that follow. A
 fake server could relay the proofs to the real server and then take over the client's connection.
 Therefore both endpoints derive one key per direction from the secret and the nonces. Every byte
 after the proof is sent in a record: a u32 length, a 16-byte keyed BLAKE2b hash of the record's
 number and data, and the data itself. A relay can then only forward or truncate the stream. Nothing
-is encrypted, so anyone who sees the traffic can read it.
+is encrypted, so anyone who intercepts the traffic can read it.
 """
 
 from __future__ import annotations

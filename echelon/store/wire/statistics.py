@@ -16,7 +16,7 @@ class StoreStatistics:
 
     Attributes:
         num_keys: the number of keys with a value.
-        num_queues: the number of queues that hold an item.
+        num_queues: the number of queues that are not empty.
         num_connections: the number of open connections, including those that are not members yet.
         num_waiters: the number of calls waiting for keys, items, barriers or gathers.
         num_watched_keys: the number of keys whose changes are pushed to a client.

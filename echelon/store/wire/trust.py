@@ -63,7 +63,7 @@ def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instanc
     """Return the bytes from which both proofs and the stream's keys are computed.
 
     Raises:
-        ValueError: a nonce is not `NONCE_BYTES` long.
+        ValueError: a nonce or the session ID has the wrong length.
     """
     if (len(client_nonce), len(server_nonce), len(session)) != (
         NONCE_BYTES,
