@@ -37,7 +37,7 @@ class Hosting:
 
     Args:
         options: the launcher's options, with this node's address as the rendezvous.
-        events: the mailbox in which messages from nodes arrive.
+        events: the mailbox in which network messages from nodes arrive.
 
     Attributes:
         link: the link between this node's own agent and the coordinator.
@@ -130,7 +130,7 @@ class Hosting:
         self._stack.callback(self.coordinator.close)
 
     def call_witness(self, mandate: Mandate) -> None:
-        """Connect to the job's witness, if it has one, so that `send` can reach it."""
+        """Connect to the witness, if the job has one, so that `send` can send commands to it."""
         if not mandate.witness:
             return
         from echelon.launcher.election.testimony import Testimony  # gRPC only where needed
@@ -153,7 +153,7 @@ class Hosting:
                 self.server.hang_up(node)
 
     def write_report(self) -> None:
-        """Write report.json. A failure to write it does not affect the job."""
+        """Write report.json. If the file cannot be written, the job is not affected."""
         try:
             self.report.write(self._directory.report_file)
         except OSError as err:
