@@ -80,7 +80,7 @@ class Failover:
     # ---- with a host ----
 
     def on_command(self, command: m.Command, link: Link, node: NodeAgent) -> bool:
-        """Handle a command that concerns failover; return False if other code must handle it."""
+        """Handle a command if it concerns failover; return whether it is completely handled."""
         if isinstance(command, m.LeaseBeat):
             self._give_up_s = None
             link.send(self._standby.on_beat(command))

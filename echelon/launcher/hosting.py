@@ -1,7 +1,7 @@
 """Run the services of the host: the store and the coordinator.
 
 The node that owns the endpoint starts these services at the beginning of the job. A node that is
-elected to replace it starts them after the election.
+elected as the new host starts the services after the election.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Hosting:
     Attributes:
         link: the link between this node's own agent and the coordinator.
         server: the server that other nodes connect to; None for a single-node job. The creator of
-            this object sets and closes it.
+            this object sets and closes the server.
         coordinator: the coordinator; None until `begin` is called.
     """
 

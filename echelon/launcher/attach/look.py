@@ -156,7 +156,7 @@ def ring_folder(one: FoundRank) -> Path | None:
 
 
 def _in_root(root: str, folder: Path) -> Path:
-    """Return a ring's folder as a path below `root`, after following the ring's symbolic link."""
+    """Return a ring's folder as a path below `root`. A symbolic link to the ring is followed."""
     inside = Path(root) / folder.relative_to("/")
     try:
         target = (inside / "ring").readlink()

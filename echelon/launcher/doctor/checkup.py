@@ -103,7 +103,7 @@ def check_nodes(
 
 
 class Host:
-    """The hosting node's side of the checks, which requests them and combines the answers."""
+    """The hosting node's side of the checks, which sends requests and combines the answers."""
 
     def __init__(self, meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None) -> None:
         self._events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -310,7 +310,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Yield one result if the software versions are equal on all nodes, else one per node."""
+    """Compare the nodes' software versions; yield one result, or one per node if they differ."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")

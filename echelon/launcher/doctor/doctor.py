@@ -148,7 +148,7 @@ def python() -> Check:
 
 
 def cores() -> Check:
-    """Report how many CPU cores this process may use."""
+    """Report how many CPU cores this process is allowed to use."""
     return Check("cores", f"{usable_cores()} usable of {os.cpu_count() or 0}")
 
 

@@ -1,4 +1,4 @@
-"""Derive a rank's laps (runs of consecutive steps) from readings of the live words in its ring.
+"""Derive a rank's laps (runs of steps) from readings of the counters in its ring (live words).
 
 If the program updates the words during a reading, some time might be attributed to the next lap.
 The totals are still correct, because each lap counts the increase since the previous lap.

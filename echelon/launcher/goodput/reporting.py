@@ -18,7 +18,8 @@ class LapReports:
     """The reports about the laps of one attempt's workers on this node.
 
     Args:
-        words: a function that returns the live words in a rank's ring, or None without a ring.
+        words: a function that returns the counters in a rank's ring (its live words), or None if
+            the rank has no ring.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class Shares:
 
 
 def shares(job: Job) -> Shares:
-    """Return how much of a job's time each rank spent in each category, and the job's losses."""
+    """Return how much time each rank spent in each category, and the cost of each failure."""
     cut = segments(job)
     totals = {rank: _added(of_rank) for rank, of_rank in cut.items()}
     return Shares(job.now_ns, totals, _losses(job, cut))

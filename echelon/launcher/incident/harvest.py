@@ -7,7 +7,7 @@
        answer.
     4. Examine each process again, and read every ring.
     5. For a stall, repeat these steps up to two seconds later (`second_look_s`). A rank that has
-       moved is slow, and a rank that has not moved is stuck.
+       made progress is slow, and a rank that has not made progress is stuck.
 
 A signal interrupts the system call in which a thread is waiting, and can end the hang that is being
 examined. Signals are therefore a last resort, and `HostFacts.stacks_from` records their use.
@@ -15,9 +15,9 @@ examined. Signals are therefore a last resort, and `HostFacts.stacks_from` recor
 The collection is a generator that yields each waiting time. The agent's event loop runs between the
 steps, so the agent continues to forward output and the user can stop the job at any time.
 
-A rank without a ring still gets a dump, which contains the exit code, stderr, the stacks and the
-calls in which threads are waiting. For a torch program, a dump from torch's own recorder is also
-requested.
+A rank without a ring still gets a dump, which contains the exit code, the end of stderr, the stacks
+and the system calls in which threads are waiting. For a torch program, a dump from torch's own
+recorder is also requested.
 """
 
 from __future__ import annotations

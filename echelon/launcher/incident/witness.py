@@ -188,7 +188,7 @@ class Witness:
 
 
 def _process_of(worker: Worker, identity: Identity) -> int:
-    """Return the pid to examine: of the recording process, or else of the worker's main process."""
+    """Return the pid of the recording process or else of the worker's main process."""
     if not worker.alive:
         return identity.pid or worker.pid
     if not identity.pid:

@@ -1,4 +1,4 @@
-"""Report how the job ended: its exit code, and report.json."""
+"""Report how the job ended, in its exit code and in report.json."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class RunDirectory:
         return self.path / "dump"
 
     def next_attempt(self) -> int:
-        """Return a number that is one higher than the number of any existing attempt."""
+        """Return the highest existing attempt number plus one, or 0 if no attempt exists."""
         return _next_number(self.path.glob("rank_*/attempt_*"), _ATTEMPT)
 
     def free_attempt(self, ranks: range, wanted: int) -> int:
@@ -146,7 +146,7 @@ class RunDirectory:
             return aside
 
     def open_incident(self) -> tuple[int, Path]:
-        """Return the next incident's number and the hidden folder in which to collect it.
+        """Create a hidden folder for the next incident; return the incident's number and folder.
 
         Raises:
             OSError: the folder cannot be created.
@@ -163,7 +163,7 @@ class RunDirectory:
             return number, folder
 
     def complete_incident(self, number: int, folder: Path) -> Path:
-        """Rename a collected incident's folder to its final name, with the next free number.
+        """Rename a collected incident's folder to its final name, using the next free number.
 
         The link `latest` then points to the incident.
 
@@ -226,7 +226,7 @@ def write_json(path: Path, value: dict[str, Any], indent: int | None = 1) -> Non
     """Atomically write a JSON file with mode 0600.
 
     Raises:
-        OSError: the file cannot be written. A partial file does not remain.
+        OSError: the file cannot be written. The partial file is removed.
     """
     part = path.with_name(f".{path.name}.{_unique()}.part")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

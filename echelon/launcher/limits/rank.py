@@ -1,4 +1,4 @@
-"""Compare one rank's current operations and phases with its history.
+"""Compare one rank's current operations and phases with the rank's histories.
 
 [Note: phases excuse] A checkpoint, a compilation or an evaluation can take a long time while other
 ranks wait. Therefore, no rank is examined early while any rank is in a phase that does not have a

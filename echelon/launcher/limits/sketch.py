@@ -39,8 +39,8 @@ class Sketch:
     def quantile_s(self, share: float) -> float:
         """Return the upper edge, in seconds, of the bucket that contains a quantile.
 
-        The upper edge exceeds the nearest-rank quantile by less than 11 %. The result is 0 without
-        data.
+        The upper edge exceeds the nearest-rank quantile by less than 11 %. The result is 0 if the
+        sketch is empty.
         """
         if not self.num:
             return 0.0

@@ -35,7 +35,7 @@ class Exporter:
             block_on_close = False  # a client that hangs must not hold up the job's end
 
             def server_bind(self) -> None:
-                """Bind without looking up this host's name, because the lookup may hang."""
+                """Bind without looking up this host's name, because the lookup can hang."""
                 TCPServer.server_bind(self)
                 self.server_name, self.server_port = address, self.server_address[1]
 

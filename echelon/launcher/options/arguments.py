@@ -440,9 +440,7 @@ def _add_program_options(program: argparse._ArgumentGroup, default: Defaults) ->
 
 
 class Defaults:
-    """The options' defaults, taken from `PET_<OPTION>` variables, the scheduler or echelon.
-
-    A source takes precedence over the sources that are listed after it.
+    """The options' defaults, taken from `PET_<OPTION>`, else the scheduler, else echelon itself.
 
     String values are parsed as if they were given on the command line.
     """

@@ -1,4 +1,4 @@
-"""Determine where each worker's output goes, based on torchrun's options for logs.
+"""Determine where each worker's output goes, based on torchrun's logging options.
 
 Every stream is written to a file. Most streams are also shown on the terminal. A stream that is
 redirected with `-r` is shown only if `-t` also selects it. If `--local-ranks-filter` is given, only

@@ -74,7 +74,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """Parse the command line of `echelon run`.
 
     Raises:
-        SystemExit: the arguments are invalid (exit code 2) or contain --help or --version (0).
+        SystemExit: the arguments are invalid (exit code 2), or contain --help or --version (exit
+            code 0).
     """
     parser = make_parser(environ)
     options, program = _split(argv)

@@ -137,7 +137,7 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait up to 3 s until `echelon doctor` on the host closes the port for the launcher."""
+    """Wait up to 3 s for `echelon doctor` on the host to close the port that the launcher needs."""
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

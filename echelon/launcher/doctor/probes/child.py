@@ -70,7 +70,7 @@ class Child:
         return 0 if self._process is None else self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when output arrives; -1 without a child."""
+        """Return a descriptor that becomes readable when output arrives; -1 if none is open."""
         process = self._process
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 

@@ -209,7 +209,7 @@ def _reason(text: str) -> str:
 
 
 def main() -> None:
-    """Read the settings and then JSON objects from stdin, one per line; export the objects."""
+    """Read the settings from stdin's first line; export the JSON object on each later line."""
     failures = Failures()
     logger = logging.getLogger("opentelemetry")
     logger.addHandler(failures)

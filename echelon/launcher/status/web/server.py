@@ -36,7 +36,7 @@ _SECURITY = {
 
 
 class PageServer:
-    """A server of the live page. It runs until it is closed.
+    """An HTTP server for the live page.
 
     Args:
         address: the address to bind. An IPv6 address is given without brackets.
@@ -56,7 +56,7 @@ class PageServer:
             block_on_close = False
 
             def server_bind(self) -> None:
-                """Bind without looking up this host's name, because the lookup may hang."""
+                """Bind without looking up this host's name, because the lookup can hang."""
                 TCPServer.server_bind(self)
                 self.server_name, self.server_port = address, self.server_address[1]
 
