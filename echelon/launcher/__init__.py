@@ -1,1 +1,1 @@
-"""Implement `echelon run`: start the ranks of a job, watch them, and explain what went wrong."""
+"""Implement `echelon run`: start the ranks of a job, watch them, and explain failures."""

@@ -1,7 +1,7 @@
 """Run the agent, which is the event loop of one node.
 
 Every node runs one agent. The agent on the node that owns the endpoint also hosts the coordinator
-and the store. Most jobs run on a single node.
+and the store.
 
 The agent is single-threaded, except for the gRPC links of multi-node jobs. The guard and the store
 exit when the agent exits, even if the agent is killed.
@@ -265,11 +265,11 @@ class _Agent:
 
     @property
     def where_rings_lie(self) -> str:
-        """A phrase for messages that names the rings' folder; "" if it is the run directory."""
+        """A phrase that names the rings' folder for the user; "" if it is the run directory."""
         return self._node.where_rings_lie
 
     def run(self) -> None:
-        """Run the event loop until the job is over or the coordinator is lost."""
+        """Run the event loop until the job ends or the coordinator is lost."""
         look_s = min(_LOOP_S, self._options.stall_timeout_s / 5)
         self._next_reason_s = time.monotonic() + _EXPLAIN_S
         next_look_s = 0.0
@@ -365,7 +365,7 @@ class _Agent:
         self._selector.register(fd, selectors.EVENT_READ, act)
 
     def _pump(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds for output, guard messages or signals, and handle them."""
+        """Wait up to `timeout_s` seconds for events, such as output or signals, and handle them."""
         ready = [key for key, _ in self._selector.select(timeout_s)]
         # The user's signals come first: ranks that received the same signal have not failed.
         ready.sort(key=lambda key: key.fd != self._signals)
@@ -394,7 +394,7 @@ class _Agent:
         self.over = m.Over(exit_code=code, ended_by=decide.EndedBy.SIGNAL.value)
 
     def _obey(self) -> bool:
-        """Carry out the coordinator's commands; return False if this node must stop on its own."""
+        """Execute the coordinator's commands; return False if this node must stop on its own."""
         for command in self._link.take():
             if command is None:
                 why = getattr(self._link, "lost_because", "")
@@ -407,7 +407,7 @@ class _Agent:
     def _lose_host(self, why: str) -> bool:
         """Handle the loss of the coordinator.
 
-        Return whether this node may still find another host.
+        Return whether this node can still find another host.
         """
         self.lost_because = why
         failover = self._failover
@@ -484,7 +484,7 @@ def _nodes(options: Options) -> str:
 
 @contextlib.contextmanager
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
-    """Catch signals and write the number of each to a pipe, as a byte; yield the pipe's read end.
+    """Catch signals and write each signal's number to a pipe as a byte; yield the pipe's read end.
 
     After the context exits, these signals are ignored, so that a repeated signal cannot change the
     job's exit code.

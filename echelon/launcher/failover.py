@@ -1,6 +1,6 @@
 """Make a node follow the host, and replace the host if it is lost.
 
-Each heartbeat from the host extends the permit under which this node's ranks may run. The guard
+Each heartbeat from the host extends the permit that allows this node's ranks to run. The guard
 kills the ranks when the permit expires. If the host is lost, the node takes a snapshot of its
 ranks, stops them and searches for another host. If the node itself is elected, it becomes the host.
 
@@ -46,7 +46,7 @@ class Failover:
     """The failover logic of one node.
 
     Args:
-        hello: the message with which this node introduces itself to a host.
+        hello: the network message with which this node introduces itself to a host.
 
     Attributes:
         hosting: the services that this node runs as the host; None until it becomes the host.
@@ -80,7 +80,7 @@ class Failover:
     # ---- with a host ----
 
     def on_command(self, command: m.Command, link: Link, node: NodeAgent) -> bool:
-        """Handle a command that concerns failover; return False if the caller must handle it."""
+        """Handle a command if it concerns failover; return whether it is completely handled."""
         if isinstance(command, m.LeaseBeat):
             self._give_up_s = None
             link.send(self._standby.on_beat(command))
@@ -154,12 +154,12 @@ class Failover:
 
     @property
     def is_seeking(self) -> bool:
-        """True while this node, having lost its host, searches for another host."""
+        """True while this node searches for another host after the loss of its host."""
         return self._standby.candidacy is not None
 
     @property
     def has_given_up(self) -> bool:
-        """True once the time limit of this node's search for another host has expired."""
+        """True if the time limit of this node's search for another host has expired."""
         return self._give_up_s is not None and time.monotonic() >= self._give_up_s
 
     def deadline_s(self) -> float:
@@ -277,7 +277,7 @@ class Failover:
 def first_succession(
     options: Options, standby: Standby, hosting: Hosting, job_id: str
 ) -> Succession:
-    """Create the succession for a job's first host, which is the only elector at first."""
+    """Create the failover logic of a job's first host, which is initially the only elector."""
     meeting = options.rendezvous
     assert meeting is not None
     name = options.node_name

@@ -1,7 +1,7 @@
 """Run the services of the host: the store and the coordinator.
 
 The node that owns the endpoint starts these services at the beginning of the job. A node that is
-elected to replace it starts them after the election.
+elected as the new host starts the services after the election.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Hosting:
 
     Args:
         options: the launcher's options, with this node's address as the rendezvous.
-        events: the mailbox in which messages from nodes arrive.
+        events: the mailbox in which network messages from nodes arrive.
 
     Attributes:
         link: the link between this node's own agent and the coordinator.
         server: the server that other nodes connect to; None for a single-node job. The creator of
-            this object sets and closes it.
+            this object sets and closes the server.
         coordinator: the coordinator; None until `begin` is called.
     """
 
@@ -130,7 +130,7 @@ class Hosting:
         self._stack.callback(self.coordinator.close)
 
     def call_witness(self, mandate: Mandate) -> None:
-        """Connect to the job's witness, if it has one, so that `send` can reach it."""
+        """Connect to the witness, if the job has one, so that `send` can send commands to it."""
         if not mandate.witness:
             return
         from echelon.launcher.election.testimony import Testimony  # gRPC only where needed
@@ -153,7 +153,7 @@ class Hosting:
                 self.server.hang_up(node)
 
     def write_report(self) -> None:
-        """Write report.json. A failure to write it does not affect the job."""
+        """Write report.json. If the file cannot be written, the job is not affected."""
         try:
             self.report.write(self._directory.report_file)
         except OSError as err:

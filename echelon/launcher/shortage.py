@@ -1,7 +1,7 @@
 """Detect that this machine has run out of descriptors, processes, threads, memory or disk space.
 
-gRPC, which multi-node jobs need, cannot recover once descriptors run out. The launcher therefore
-checks the descriptor limit before it starts any process.
+gRPC, which multi-node jobs use, cannot recover from a lack of file descriptors. The launcher
+therefore checks the descriptor limit before it starts any process.
 """
 
 from __future__ import annotations

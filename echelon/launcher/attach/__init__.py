@@ -1,1 +1,1 @@
-"""Explain the state of a running job that another launcher started."""
+"""Explain the state of a running job that was started by any launcher, such as torchrun."""

@@ -1,7 +1,7 @@
-"""`fr-analyze --attach`: explain a running job that another launcher started.
+"""Implement `fr-analyze --attach`, which explains the state of a running job.
 
-Exit codes: 0 if the job is making progress, 1 for a finding, 2 if no rank was found or the
-arguments are wrong.
+The job can have been started by any launcher, such as torchrun. The exit code is 0 if the job is
+making progress, 1 if there is a finding, and 2 if no rank is found or an argument is invalid.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _collect(ranks: Sequence[FoundRank], scratch: Path, gap_s: float) -> int:
 def _look(
     ranks: Sequence[FoundRank], hosts: Sequence[str], arguments: argparse.Namespace, scratch: Path
 ) -> tuple[Sighting, int]:
-    """Examine the local ranks and the ranks on other machines at the same time."""
+    """Examine the local and the remote ranks concurrently; return the result and the world size."""
     import threading
 
     from echelon.launcher.attach.hosts import Answer, ask_all, merge
@@ -143,7 +143,7 @@ def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundR
     """Return the ranks of the job that the command line selects.
 
     Raises:
-        ValueError: the process does not exist, no job matches, or several jobs match.
+        ValueError: a process does not exist, no job matches, or several jobs match.
     """
     if arguments.pid is not None:
         _check(arguments.pid)
@@ -165,7 +165,7 @@ def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundR
 
 
 def _key(one: FoundRank) -> str:
-    """Return a string that identifies a rank's job and is the same on all of its machines."""
+    """Return a string that identifies a rank's job and is the same on all machines."""
     return "|".join(one.job)
 
 

@@ -37,10 +37,10 @@ def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, 
 
 
 def is_exiting(stacks: str, later_stacks: str) -> bool:
-    """Return whether the last stack of the main thread suggests that the process is exiting.
+    """Return whether the main thread's latest stack suggests that the process is exiting.
 
-    While an interpreter shuts down, the main thread has no Python frame. A torn read of a running
-    process may look the same.
+    During interpreter shutdown, the main thread has no Python frame. An inconsistent read of a
+    running process's stack can look the same.
     """
     main = main_thread(later_stacks or stacks)
     return main is not None and not main.frames

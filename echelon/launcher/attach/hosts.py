@@ -1,7 +1,8 @@
 """Examine the ranks on other machines over ssh, and combine the results.
 
 The remote side runs `fr-analyze --attach --collect`, which writes one msgpack map to standard
-output. The map contains dumps but no pickles, and nothing in it is evaluated on this machine.
+output. The map contains dumps. It does not contain pickles, and nothing in it is executed on this
+machine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _EXTRA_S = 60.0  # for the login, and the start of Python
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One machine's answer: either a sighting or a problem."""
+    """One machine's answer: either an examination result (a sighting) or a problem."""
 
     host: str
     sighting: Sighting | None = None
@@ -36,7 +37,7 @@ class Answer:
 
 
 def pack(sighting: Sighting, world_size: int) -> bytes:
-    """Encode this machine's sighting for the requesting machine."""
+    """Encode the result of this machine's examination for the requesting machine."""
     data: bytes = msgpack.packb(
         {
             "kind": KIND,
@@ -87,8 +88,8 @@ def ask_all(
     """Examine the ranks on several machines concurrently.
 
     Args:
-        command: the command that reaches a machine: `ssh` with its options. The host name and
-            `remote` are appended.
+        command: the command that connects to a machine, such as `ssh` with options. The host name
+            and `remote` are appended.
         remote: the command line to run on each machine.
         gap_s: the time between the two examinations, in seconds.
     """
@@ -111,7 +112,7 @@ def ask_all(
 
 
 def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
-    """Combine the sightings of all machines, with one record per rank."""
+    """Combine the examination results of all machines, with one record per rank."""
     seen = [answer.sighting for answer in answers if answer.sighting is not None]
     parts = ([here] if here is not None else []) + seen
     records: dict[int, Any] = {}

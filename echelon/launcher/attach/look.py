@@ -40,7 +40,7 @@ class Sighting:
     Attributes:
         waiting: the ranks that were inside a collective at the first examination.
         went_on: the waiting ranks that made progress between the two examinations.
-        changed: the ranks whose main thread had moved by the second examination.
+        changed: the ranks whose main thread made progress between the two examinations.
         left: the waiting ranks that have left a loop while another rank is still inside it.
         ended: how ranks ended between the two examinations, keyed by rank; "" if unknown.
     """
@@ -58,7 +58,7 @@ class Sighting:
 
     @property
     def moves(self) -> bool:
-        """True if the two examinations prove that the job is making progress."""
+        """True if the two examinations show that the job is making progress."""
         if self.ended:
             return False
         ranks = {record.identity.rank for record in self.records}
@@ -156,7 +156,7 @@ def ring_folder(one: FoundRank) -> Path | None:
 
 
 def _in_root(root: str, folder: Path) -> Path:
-    """Return the folder of a ring as a path below `root`, even if the ring is a symbolic link."""
+    """Return a ring's folder as a path below `root`. A symbolic link to the ring is followed."""
     inside = Path(root) / folder.relative_to("/")
     try:
         target = (inside / "ring").readlink()
@@ -166,7 +166,7 @@ def _in_root(root: str, folder: Path) -> Path:
 
 
 def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None:
-    """Write a sighting as an incident folder that `fr-analyze` can read.
+    """Write the result of an examination as an incident folder that `fr-analyze` can read.
 
     Raises:
         OSError: the folder cannot be written.
@@ -188,9 +188,9 @@ def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None
 
 
 def torch_dump(one: FoundRank) -> bytes:
-    """Return the dump that torch has written for a rank's process; b"" without a usable dump.
+    """Return the dump that torch has written for a rank's process; b"" if it is not usable.
 
-    A dump is not usable if it is too large, or older than the process.
+    A dump is not usable if it is missing, too large, or older than the process.
     """
     path = dump_path(one.environ, one.rank)
     try:
@@ -237,8 +237,8 @@ def _went_on(
 ) -> bool:
     """Return whether a rank inside a collective made progress.
 
-    The answer comes from the rank's ring. Without a usable ring, the main thread's wake-ups are
-    counted.
+    The result is based on the rank's ring. If the ring is not usable, the result is based on how
+    often the main thread woke up.
     """
     host, rank = record.host, record.identity.rank
     if record.has_ring and not record.identity.misses_operations and host.later_recorded >= 0:
@@ -249,7 +249,7 @@ def _went_on(
 def _changed(
     record: Record, first: dict[int, Wakes | None], later: dict[int, Wakes | None]
 ) -> bool:
-    """Return whether a rank outside collectives moved or woke up between the two examinations."""
+    """Return whether a rank's main thread made progress between the two examinations."""
     host, rank = record.host, record.identity.rank
     if not host.alive or host.process_state in ("T", "t", "D"):
         return False

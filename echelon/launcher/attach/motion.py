@@ -1,8 +1,8 @@
 """Detect whether ranks without a usable ring made progress between two examinations.
 
-A healthy rank may be inside a collective at both examinations, just like a hung rank. But the main
-thread of a healthy rank keeps waking up, while a rank that stays in one collective waits only once.
-The kernel counts these waits for each thread.
+A healthy rank can be inside a collective at both examinations, like a hung rank. However, the main
+thread of a healthy rank wakes up repeatedly, whereas a rank that stays in one collective waits only
+once. The kernel counts these waits for each thread.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _WAKES_PER_S = 2.0  # a wait that only checks its deadline wakes less often than
 
 @dataclass(frozen=True, slots=True)
 class Wakes:
-    """The number of waits and the processor time, in clock ticks, of a process's main thread."""
+    """A main thread's number of waits, and its processor time in clock ticks."""
 
     waits: int
     ticks: int
 
 
 def wakes(pid: int) -> Wakes | None:
-    """Return the counters of a process's main thread; None if the process is gone."""
+    """Return the counters of a process's main thread; None if the process has exited."""
     status = read_text(f"/proc/{pid}/task/{pid}/status", "status", [])
     stat = read_text(f"/proc/{pid}/task/{pid}/stat", "stat", []).rpartition(")")[2].split()
     _, found, rest = status.partition("\nvoluntary_ctxt_switches:")

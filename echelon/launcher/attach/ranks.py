@@ -146,7 +146,7 @@ def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _is_on_loopback(environ: Mapping[str, str]) -> bool:
-    """Return whether all ranks of a process's job run on this machine, by its master address."""
+    """Return whether the master address in an environment is a loopback address."""
     address = environ.get("MASTER_ADDR", "")
     return address in ("localhost", "::1") or address.startswith("127.")
 
@@ -155,8 +155,8 @@ def ranks_below(pid: int) -> Search:
     """Return the ranks of the job that a process belongs to or has started.
 
     If the process is a rank, all ranks of its job are returned. If the process is a launcher, the
-    ranks below it in the process tree are returned. If no environment variable gives the rank
-    numbers, the children of the process are numbered in the order of their pids.
+    ranks below it in the process tree are returned. If the environment variables do not contain the
+    rank numbers, the children of the process are numbered in the order of their pids.
     """
     own = rank_of(pid)
     if own is not None:
@@ -187,7 +187,8 @@ def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
 def environment(pid: int, denied: list[str]) -> dict[str, str]:
     """Return the environment with which a process was started; {} if it cannot be read.
 
-    For a former standby, return the environment that the launcher sent to it.
+    If the process was a standby (a spare process) before it became a rank, return the environment
+    that the launcher sent to it.
     """
     text = read_text(f"/proc/{pid}/environ", "environ", denied)
     pairs = (entry.partition("=") for entry in text.split("\0"))
@@ -196,7 +197,7 @@ def environment(pid: int, denied: list[str]) -> dict[str, str]:
 
 
 def _of_former_standby(pid: int) -> dict[str, str]:
-    """Return the environment from the file that a former standby keeps open, or {}."""
+    """Return the environment from the file that a former standby process has open, or {}."""
     with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed by now
@@ -211,7 +212,7 @@ def _order(one: FoundRank) -> tuple[tuple[str, ...], int]:
 
 
 def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
-    """Keep only the newest process of each rank."""
+    """Return only the newest process of each rank."""
     latest: dict[tuple[tuple[str, ...], int], FoundRank] = {}
     for one in sorted(ranks, key=lambda one: (started_ticks(one.pid), one.pid)):
         latest[one.job, one.rank] = one
@@ -228,7 +229,7 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a process's descendants include ranks of a different kind of launcher."""
+    """Return whether a different kind of launcher started ranks below a process."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 
@@ -254,13 +255,13 @@ def is_watched(pid: int) -> bool:
 def _runs_watcher(argv: Sequence[str]) -> bool:
     """Return whether a command line runs a launcher that ends the job if a rank fails.
 
-    A folder that merely has the name of such a launcher does not count.
+    A path that merely contains a folder with the name of such a launcher does not count.
     """
     return any(os.path.basename(word) in _WATCHERS for word in argv[:8])  # noqa: PTH119 -- any text
 
 
 def started_ticks(pid: int) -> int:
-    """Return a process's start time, in clock ticks since boot; 0 if the process is gone."""
+    """Return a process's start time, in clock ticks since boot; 0 if the process has exited."""
     fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
     return int(fields[19]) if len(fields) > 19 else 0
 

@@ -1,9 +1,9 @@
 """Turn two examinations of a job into a verdict.
 
 The rules of `fr-analyze` expect a job in which no rank is making progress. With `--attach`, a user
-may examine a job at any moment. This module therefore first decides whether the job is making
-progress, and then whether the cause may lie on another machine. The confidence of a verdict is
-limited, because the two examinations are only a few seconds apart.
+can examine a job at any time. This module therefore first determines whether the job is making
+progress, and then whether the cause could be on another machine. The confidence of a verdict is
+limited, because the two examinations are usually only a few seconds apart.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _OPEN = frozenset(
 
 
 def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
-    """Return the report that explains a sighting.
+    """Return the report that explains the result of an examination.
 
     Args:
-        folder: the folder to which `look.keep` wrote the sighting.
+        folder: the folder to which `look.keep` wrote the result.
 
     Raises:
-        DumpFormatError: the kept files cannot be read.
+        DumpFormatError: the files in `folder` cannot be read.
     """
     present = tuple(sorted(record.identity.rank for record in sighting.records))
     origin = f"{rank_list(present)} of {world_size}, two looks {seconds(sighting.gap_s)} apart"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check; `ok` is False if something will not work properly."""
+    """The result of one check; `ok` is False if the check found a problem."""
 
     name: str
     text: str

@@ -1,4 +1,4 @@
-"""Check the nodes of a job before it starts: their connections, software versions and clocks.
+"""Check a job's nodes before the job starts: their connections, software versions and clocks.
 
 Every node runs `echelon doctor` with the options that it will pass to `echelon run`. The nodes
 connect to the endpoint, as they do in a job. Each node also listens on a free port, to which every
@@ -76,14 +76,14 @@ def check_nodes(
     folder: str = "",
     measure: Measure = lambda _: (),
 ) -> Iterator[Result]:
-    """Take part in the checks; yield the results, which are the same on all nodes.
+    """Run this node's part of the checks; yield the results, which are the same on all nodes.
 
-    Waits up to `timeout_s` for the nodes to connect, and then about 30 s for their answers.
+    Waits up to `timeout_s` seconds for the nodes to connect, and then about 30 s for their answers.
 
     Args:
-        folder: the folder in which this node will keep the job's files.
-        measure: further measurements, which only the host runs. Their results are sent to all
-            nodes.
+        folder: the folder in which this node will store the job's files.
+        measure: a function that takes further measurements. It is called only on the host, and its
+            results are sent to all nodes.
     """
     with contextlib.closing(Listener(token := new_token())) as listener:
         about = m.CheckIn(
@@ -103,7 +103,7 @@ def check_nodes(
 
 
 class Host:
-    """The hosting node's side, which requests the checks and combines the answers."""
+    """The hosting node's side of the checks, which sends requests and combines the answers."""
 
     def __init__(self, meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None) -> None:
         self._events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -141,8 +141,8 @@ class Host:
         Members that do not answer within `limit_s` seconds are missing from the result.
 
         Args:
-            number: the number of the request, which must be unique.
-            tasks: each member with the probes that it has to run.
+            number: a unique number for the request.
+            tasks: each member, with the probes that it must run.
         """
         deadline_s = time.monotonic() + limit_s
         asked = {member.name for member, _ in tasks if member.name}
@@ -175,7 +175,7 @@ class Host:
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
     ) -> tuple[str, T] | None:
-        """Wait for the next event of type `kind` that `fits` accepts, and drop earlier events.
+        """Wait for the next event of type `kind` that `fits` accepts; discard earlier events.
 
         Return None if no such event arrives before the deadline.
         """
@@ -190,7 +190,7 @@ class Host:
         return None
 
     def _compare_clocks(self, node: Member) -> None:
-        """Measure a node's clock offset in several exchanges, and keep that of the fastest one.
+        """Measure a node's clock offset several times; record the result of the fastest exchange.
 
         The node is assumed to have read its clock at the midpoint of the exchange.
         """
@@ -264,10 +264,10 @@ class Host:
 def _take_part(
     meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None, timeout_s: float
 ) -> Iterator[Result]:
-    """Answer the host's requests until the results arrive, and yield them.
+    """Answer the host's requests until the results arrive; yield the results.
 
     Raises:
-        LaunchError: the host cannot be reached, was lost, or did not send the results in time.
+        LaunchError: the host cannot be reached, is lost, or does not send the results in time.
     """
     link = GrpcLink(meeting.address, meeting.secret, about, timeout_s, tls=tls)
     deadline_s = time.monotonic() + timeout_s * 2 + _WAYS_S * 2
@@ -295,7 +295,9 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run the requested probes; return the answer. Blocks at most until their latest deadline.
+    """Run the requested probes; return the answer.
+
+    Blocks at most until the deadlines of all probes have passed.
 
     Raises:
         LaunchError: the request is malformed.
@@ -308,7 +310,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Compare the software versions on all nodes; if they differ, yield one result per node."""
+    """Compare the nodes' software versions; yield one result, or one per node if they differ."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")
@@ -330,7 +332,7 @@ def _versions() -> list[list[str]]:
 
 
 def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Try to connect to each place, given as [host, address, port]; return (host, error) pairs.
+    """Try to connect to each [host, address, port] in `places`; return (host, error) pairs.
 
     The error is "" on success.
     """

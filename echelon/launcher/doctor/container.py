@@ -1,7 +1,7 @@
 """Check for resources and permissions that are often missing in a container.
 
-Each check returns a `Check` and never raises. If something is missing, the text names the container
-option that provides it.
+Each check returns a `Check` and never raises. If a resource or permission is missing, the check's
+text names the container option that provides it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROGRAM = "print('ready', flush=True); input()"
 
 
 def tracing() -> Check:
-    """Check whether the launcher may read the memory of the processes that it starts."""
+    """Check whether the launcher is allowed to read the memory of the processes that it starts."""
     try:
         with subprocess.Popen(
             [sys.executable, "-S", "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -69,7 +69,7 @@ def _yama_scope() -> int:
 
 
 def pid_namespace_check() -> Check:
-    """Check whether this process runs in the host's own PID namespace."""
+    """Check whether this process runs in the host's PID namespace."""
     inode = pid_namespace()
     if not inode:
         return Check("pids", "not permitted to read the PID namespace")

@@ -1,7 +1,7 @@
 """Run `echelon doctor`: check whether this machine is fit for a job.
 
 Each check prints one line. If --rdzv-endpoint is given on every node, the nodes also check the
-links between them. With --pairwise, they measure these links too.
+links between them. With --pairwise, the nodes also measure these links.
 
 A check is a function that returns a `Check` and never raises. The backends are checked in a child
 process, because importing them imports torch.
@@ -53,7 +53,7 @@ _NODES_S = 60.0  # for the other nodes to start their doctors
 def main(argv: Sequence[str]) -> int:
     """Run `echelon doctor`; return the exit code.
 
-    The exit code is 1 if something needs attention, and 2 for a usage error.
+    The exit code is 0 on success, 1 if a check or measurement fails, and 2 for a usage error.
     """
     parser = Parser(prog="echelon doctor", description="Check this machine before a job.")
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Return the checks across nodes; the iterator is empty if no endpoint is given.
+    """Return the results of the checks across nodes, or an empty iterator without an endpoint.
 
     Raises:
         ValueError: the options are invalid or incomplete.
@@ -148,7 +148,7 @@ def python() -> Check:
 
 
 def cores() -> Check:
-    """Report how many CPU cores this process may use."""
+    """Report how many CPU cores this process is allowed to use."""
     return Check("cores", f"{usable_cores()} usable of {os.cpu_count() or 0}")
 
 
@@ -192,7 +192,7 @@ def loopback_port() -> Check:
 
 
 def shared_memory() -> Check:
-    """Check the free space in /dev/shm, where the rings are kept while a job runs."""
+    """Check the free space in /dev/shm, where the rings are stored while a job runs."""
     if file_system(_SHM) != "tmpfs":
         return Check(
             "shared memory",
@@ -235,7 +235,7 @@ def removes_at_logout(uid: int, user: str) -> bool:
 def run_directory() -> Check:
     """Check the file system, the free space and the permissions of the working directory.
 
-    The run directories are created there by default.
+    Run directories are created in the working directory by default.
     """
     try:
         kind, free = file_system(Path.cwd()), shutil.disk_usage(Path.cwd()).free
@@ -274,7 +274,7 @@ def memfd() -> Check:
 
 
 def proc() -> Check:
-    """Check that the files in /proc that echelon needs to explain failures can be read."""
+    """Check that this process can read the /proc files that verdicts are based on."""
     denied = sample(os.getpid()).not_permitted
     if denied:
         return Check(

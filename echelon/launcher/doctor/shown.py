@@ -37,7 +37,7 @@ class Shown:
             self._print(line)
 
     def end(self, backends: Sequence[str]) -> int:
-        """Print the state of the backends, as text or as JSON; return the exit code."""
+        """Print the backends' state or, for JSON output, all results; return the exit code."""
         for line in backends:
             self._print(line)
         if self._is_json:

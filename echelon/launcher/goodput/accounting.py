@@ -1,4 +1,4 @@
-"""Classify each second of each rank from the recorded facts, without gaps or overlaps.
+"""Split each rank's time into categories, based on the recorded facts.
 
 Every rank's time is split into consecutive segments, and each segment is split into the categories
 below. The times of a rank add up exactly to the job's time.
@@ -14,9 +14,9 @@ below. The times of a rank add up exactly to the job's time.
     idle        the rank had ended, or its world did not include it
     unmarked    the program ran but marked no steps
 
-[Note: step numbers after a restart] After a restart, a program may continue numbering steps where
-its checkpoint was saved, or count from 0 again. If an attempt has loaded a checkpoint and begins at
-step 0 or 1, its steps are assumed to follow the step of the newest earlier checkpoint.
+[Note: step numbers after a restart] After a restart, a program can continue with its checkpoint's
+step number, or start again at 0. If an attempt has loaded a checkpoint and begins at step 0 or 1,
+its steps are assumed to follow the step of the newest earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Segment:
     """A period of one rank's time; the `parts` add up to the period's length.
 
     Attributes:
-        blamed: the index of the attempt whose failure cost this time; -1 if no failure is to blame.
+        blamed: the index of the attempt whose failure caused the restart and repeated time in this
+            segment; -1 if no failure did.
     """
 
     began_ns: int
@@ -59,9 +60,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Numbering:
-    """The offset that converts an attempt's step numbers to the job's steps.
+    """The relation between an attempt's step numbers and the job's step numbers.
 
-    Job steps below `done` are repeated.
+    The job's step number is the attempt's step number plus `base`. Job steps below `done` were
+    finished by earlier attempts.
     """
 
     base: int
@@ -69,7 +71,7 @@ class _Numbering:
 
 
 def segments(job: Job) -> dict[int, list[Segment]]:
-    """Return the segments of each rank's time from 0 to `job.now_ns`, in order, without gaps."""
+    """Return each rank's segments from 0 to `job.now_ns`, in order and without gaps."""
     numberings = _numberings(job)
     marks_steps = any(run.laps for one in job.attempts for run in one.runs.values())
     return {rank: list(_of_rank(job, rank, numberings, marks_steps)) for rank in job.ranks}
@@ -196,7 +198,7 @@ class _Cut:
             yield Segment(began, ended, _nonzero(parts), self._index - 1)
 
     def _stalled(self, began: int, ended: int) -> int:
-        """Return the total time of the attempt's stalls within a period."""
+        """Return the total stall time of the attempt within a period."""
         return sum(max(0, min(ended, to) - max(began, since)) for since, to in self._stalls)
 
 

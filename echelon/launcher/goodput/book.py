@@ -94,7 +94,7 @@ class Book:
         return now
 
     def write(self) -> None:
-        """Request that the file be written; print one line about the first write that failed."""
+        """Request that the file be written. If a write has failed, print the first error once."""
         self._writer.put(self.snapshot())
         took_s = max(_EVERY_S, self._writer.took_s / _MAX_SHARE)
         self._due_ns = self.now_ns() + int(took_s * 1e9)
@@ -171,7 +171,7 @@ class Book:
 def _begin_stall(attempt: Attempt, now: int, lasted_ns: int) -> None:
     """Record a stall that began at the last sign of progress.
 
-    The stall has already lasted at least `lasted_ns`.
+    The stall has already lasted for at least `lasted_ns` nanoseconds.
     """
     if attempt.stalls and attempt.stalls[-1][1] < 0:
         return

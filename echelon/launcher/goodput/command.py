@@ -1,7 +1,7 @@
-"""Run `echelon report [RUN]`, which shows how a job's ranks spent each second.
+"""Run `echelon report [RUN]`, which shows how a job's ranks spent their time.
 
-The command reads the run directory of the hosting node. The job may be running, may have ended, or
-may have been killed.
+The command reads the run directory of the hosting node. It works while the job is running, after
+the job has ended, and if the job was killed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """The time that a rank spent waiting for other ranks, on checkpoints and on data."""
+    """The time that a rank spent on blocked communication, checkpoints and waiting for data."""
 
     waited_ns: int = 0
     checkpoint_ns: int = 0
@@ -31,7 +31,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lap:
-    """Steps [first_step, end_step) of one rank. An empty range means that no step has ended."""
+    """The steps [first_step, end_step) of one rank. If the range is empty, no step has ended."""
 
     first_step: int
     end_step: int
@@ -70,7 +70,7 @@ class RankRun:
     num_loads: int = 0  # how many checkpoints it has loaded
 
     def add(self, lap: Lap, max_laps: int) -> None:
-        """Append a lap; join neighbouring laps in pairs if there are more than `max_laps`."""
+        """Append a lap; if there are more than `max_laps` laps, join adjacent laps in pairs."""
         self.laps.append(lap)
         if len(self.laps) <= max_laps:
             return

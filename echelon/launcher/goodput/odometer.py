@@ -1,7 +1,7 @@
-"""Derive the laps of a rank from successive readings of the live words in its ring.
+"""Derive a rank's laps (runs of steps) from readings of the counters in its ring (live words).
 
-If the program updates the words during a reading, some time may be counted in the next step
-instead. The totals are still correct, because each lap counts the increase since the previous lap.
+If the program updates the words during a reading, some time might be attributed to the next lap.
+The totals are still correct, because each lap counts the increase since the previous lap.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from echelon.recorder.format.schema import Live
 
 
 class Odometer:
-    """The laps of one rank, with timestamps from the rank's own host.
+    """A reader of one rank's laps, with timestamps from the rank's own host.
 
     Attributes:
         unfinished: the times recorded so far for the unfinished step.

@@ -1,4 +1,4 @@
-"""Report the laps of this node's ranks to the coordinator."""
+"""Report the laps (runs of consecutive steps) of this node's ranks to the coordinator."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _NODES_PER_S = 32  # nodes that may report: a coordinator of thousands of ranks 
 
 
 class LapReports:
-    """The laps of one attempt's workers on this node.
+    """The reports about the laps of one attempt's workers on this node.
 
     Args:
-        words: a function that returns a rank's live words, or None while the rank has no ring.
+        words: a function that returns the counters in a rank's ring (its live words), or None if
+            the rank has no ring.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Add up a job's time for each rank and for all ranks, and the cost of each failure."""
+"""Compute a job's time in each category, per rank and in total, and the cost of each failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Loss:
     Attributes:
         restart_ns: the time between the failure and the first step of the next attempt, including
             the step that the failure interrupted.
-        repeated_ns: the time spent on repeating steps.
+        repeated_ns: the time spent repeating steps.
     """
 
     attempt: int
@@ -52,7 +52,7 @@ class Shares:
 
     @property
     def goodput(self) -> float:
-        """The fraction of all ranks' time in useful steps, including blocked communication."""
+        """The fraction of all ranks' time in useful steps, including waiting for other ranks."""
         return self.share(Category.USEFUL, Category.WAITING)
 
     def to_json(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Shares:
 
 
 def shares(job: Job) -> Shares:
-    """Return how much of a job's time each rank spent in each category, and the job's losses."""
+    """Return how much time each rank spent in each category, and the cost of each failure."""
     cut = segments(job)
     totals = {rank: _added(of_rank) for rank, of_rank in cut.items()}
     return Shares(job.now_ns, totals, _losses(job, cut))

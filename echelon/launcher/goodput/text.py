@@ -24,7 +24,7 @@ _REASON_CHARS = 60
 
 
 def as_text(job: Job, account: Shares) -> str:
-    """Return tables of categories and failures, then lines about losses that the job survived."""
+    """Return tables of categories and failures, and a line for each survived loss of ranks."""
     parts = [*_categories(account), *_losses(account), *_continued(job)]
     return "\n".join([_title(job, account), "", *parts]) + "\n"
 

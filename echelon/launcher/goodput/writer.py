@@ -1,6 +1,6 @@
 """Write a job's record on a separate thread, so that a hung file system cannot block the launcher.
 
-If several versions of the facts are waiting, only the newest version is written.
+If several versions of the record are waiting to be written, only the newest version is written.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from echelon.launcher.goodput.facts import Job, write_job
 
 
 class Writer:
-    """A background writer of the latest facts to a run directory.
+    """A background writer of a job's latest record to a run directory.
 
     Attributes:
         took_s: how long the last write took, in seconds.
-        error: the error of the first write that failed; "" if no write has failed.
+        error: the first error; "" if no write has failed.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -30,7 +30,7 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
-        """Request that the given facts be written. Never blocks on the disk."""
+        """Request that a job's record be written. Never blocks on the disk."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name="echelon-account", daemon=True)
@@ -44,7 +44,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds for all facts to be written; return False on timeout."""
+        """Wait up to `wait_s` seconds for pending writes to finish; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._next or self._is_busy), wait_s)
 

@@ -1,1 +1,1 @@
-"""Collect the dumps of an incident, analyse them, and show the culprit's last output."""
+"""Collect the dumps of an incident, analyze them, and show the culprit's last output."""

@@ -1,6 +1,6 @@
 """Read the facts about a failure that the restart policy needs.
 
-The facts come from one rank's dump. The analysis process reads them together with the verdict. If
+The facts come from one rank's dump. The analysis process returns them together with the verdict. If
 the verdict is late, the launcher reads the facts itself.
 """
 
@@ -83,12 +83,12 @@ class Circumstances:
     Attributes:
         cause: the cause according to the error that the rank raised; "" if the rank raised no error
             or raised an error about another rank.
-        site: what was raised and where; "" if no error was raised.
+        site: the type and location of the error; "" if no error was raised.
         is_outside: whether the error is a network or file-system error.
         owns_memory: whether the job itself used up the memory; None if unknown.
         last_step: the last step that the rank began; -1 if it recorded no steps.
-        saving_s: how long the rank had been writing or reading a checkpoint when it was examined; 0
-            if it was not.
+        saving_s: how long, in seconds, the rank had been writing or reading a checkpoint when it
+            was examined; 0 if it was doing neither.
         idle_ranks: the ranks that used almost no processor time during the examination.
     """
 
@@ -102,19 +102,20 @@ class Circumstances:
     idle_ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
+        """Return the fields as a JSON-serializable dictionary."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Circumstances:
-        """Restore an object from the result of `to_json`; other keys are ignored."""
+        """Restore an object from the result of `to_json`; unknown keys are ignored."""
         return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
 
 
 def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
     """Return the facts about the first rank that failed because of its own error.
 
-    If no such rank is found, return the facts about the first rank with a readable dump, or None.
+    If no such rank is found, return the facts about the first rank with a readable dump. Return
+    None if no dump is readable.
 
     Args:
         ranks: the culprits or, if there is no verdict, all ranks in the order in which they ended.
@@ -132,7 +133,7 @@ def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
 
 
 def idle_ranks(incident: Path, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose dumps prove that they used almost no processor time."""
+    """Return the ranks that used almost no processor time, according to their dumps."""
     found = []
     for rank in ranks[:_MAX_IDLE]:
         with contextlib.suppress(DumpFormatError, OSError):
@@ -172,7 +173,7 @@ def circumstances_of(record: Record, rank: int) -> Circumstances:
 
 
 def _saving_s(record: Record) -> float:
-    """Return the age in seconds of the oldest open checkpoint span on any thread, or 0."""
+    """Return the age of the oldest open checkpoint span on any thread, in seconds, or 0."""
     seen_ns = record.host.snapshot_mono_ns or record.dumped_mono_ns
     begun_ns = [
         int(row["started_mono_ns"])
@@ -217,7 +218,7 @@ def _owns_host_memory(record: Record) -> bool | None:
 def _owns_device_memory(text: str) -> bool | None:
     """Return whether the job itself used up a device's memory, according to torch's error.
 
-    Return None if the error does not contain the figures.
+    Return None if the error does not contain the amounts of memory.
     """
     capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
     if capacity is None or own is None:

@@ -13,16 +13,15 @@ from echelon.launcher.job.rundir import RunDirectory, write_json
 
 
 class Collection:
-    """A hidden folder that receives the dumps of one incident, until all dumps have arrived.
+    """A hidden folder that receives the dumps of one incident until all dumps have arrived.
 
     Args:
         nodes: the nodes that will send dumps.
-        deadline_s: a time on the monotonic clock. Nodes that have not sent all their dumps by then
-            are left out.
+        deadline_s: the monotonic time at which the collection ends even if dumps are missing.
         is_survived: whether the attempt continues despite the incident.
-        lost_earlier: the losses that were handled before this incident.
+        lost_earlier: the losses that the attempt had survived before this incident.
         set_aside: the result of `Replacements.set_aside` for the lost ranks.
-        continues: the earlier incident that this one replaces, if any.
+        continues: the earlier incident that is replaced by this incident, or None.
 
     Attributes:
         waiting: the nodes that have not sent all their dumps yet.
@@ -96,7 +95,7 @@ class Collection:
         ended: Iterable[Ended],
         probes: Sequence[str] = (),
     ) -> Incident:
-        """Describe the incident in its folder, and rename the folder to its final name.
+        """Write incident.json, and rename the folder to its final name.
 
         Args:
             probes: the measurements made before the attempt, as one sentence per probe.

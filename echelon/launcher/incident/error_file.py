@@ -1,7 +1,7 @@
 """Read TORCHELASTIC_ERROR_FILE, in which a program describes its own failure.
 
-The file contains a JSON object with a message, and perhaps a traceback. Torch's `record` decorator
-writes such a file. Any part of the file may be missing or very long.
+The file contains a JSON object with an error message and sometimes a traceback. Torch's `record`
+decorator writes this file. Any part of the file can be missing or very long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAX_CHARS = 16 << 10
 
 
 def read_error_file(path: Path) -> str:
-    """Return the traceback or, failing that, the message; "" if neither can be read."""
+    """Return the traceback or else the error message; "" if neither can be read."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return ""

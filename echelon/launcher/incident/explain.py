@@ -1,9 +1,9 @@
-"""Analyse an incident with `echelon.analysis` in a separate process.
+"""Analyze an incident with `echelon.analysis` in a separate process.
 
-The analysis of thousands of ranks may take a minute and gigabytes of memory, and may fail.
-Therefore it runs in a child process with a low priority and a memory limit. The child process is
-started when the collection of an incident begins, so that its imports are done by the time the
-incident is complete. A restart waits only a few seconds for the result.
+The analysis of thousands of ranks can take a minute and gigabytes of memory, and can fail. It
+therefore runs in a child process with a memory limit and, if requested, a low priority. The child
+process is started when the collection of an incident begins, so that its imports are complete by
+the time the collection ends. A restart waits only a few seconds for the result.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}
@@ -64,14 +64,14 @@ class Explanation:
 
 
 class Analysis:
-    """A child process that waits for one incident, analyses it, and returns the result.
+    """A child process that waits for one incident, analyzes it, and returns the result.
 
     Args:
-        gives_way: whether running ranks have priority over the analysis. Do not set this if the job
+        gives_way: whether running ranks have priority over the analysis. Must be False if the job
             waits for the verdict.
 
     Raises:
-        OSError: no process can be started.
+        OSError: the child process cannot be started.
     """
 
     def __init__(self, *, gives_way: bool) -> None:
@@ -111,7 +111,7 @@ class Analysis:
     def poll(self) -> Explanation | None:
         """Return the explanation, or None if it is not ready yet.
 
-        The explanation may report a failure of the analysis.
+        If the analysis has failed, the explanation contains the reason.
         """
         try:
             while data := os.read(self.fileno(), 1 << 16):
@@ -148,9 +148,9 @@ class Analysis:
 
 
 def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation:
-    """Analyse an incident, wait for the result, and write it to the incident's folder.
+    """Analyze an incident, wait for the result, and write the result to the incident's folder.
 
-    Use this only once the job is over.
+    Use this function only after the job has ended.
     """
     try:
         analysis = Analysis(gives_way=False)
@@ -166,7 +166,7 @@ def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation
 
 
 def _explain(incident: Path, columns: int | None) -> dict[str, Any]:
-    """Analyse an incident; return the fields of an `Explanation`."""
+    """Analyze an incident; return the fields of an `Explanation`."""
     from echelon.analysis import analyze
     from echelon.launcher.incident.circumstances import circumstances, idle_ranks
     from echelon.launcher.incident.story import root_cause_story
@@ -199,7 +199,7 @@ def _rendered(report: Any, columns: int, *, colour: bool) -> str:
 
 
 def _limit_memory() -> None:
-    """Limit this process's address space to half of the available memory, at least 2 GiB."""
+    """Limit the address space to half of the available memory, or to 2 GiB if that is more."""
     available = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -220,7 +220,7 @@ def _lower_priority() -> None:
 
 
 def main() -> None:
-    """Wait for one incident on stdin, and write the answer to stdout."""
+    """Read one incident from stdin, analyze it, and write the result to stdout."""
     if _GIVE_WAY in sys.argv:
         _lower_priority()
     _limit_memory()

@@ -1,23 +1,23 @@
 """Collect the black boxes of a node's ranks, and the host's facts about each process.
 
     1. Examine every live process once: its ring and its files in /proc.
-    2. Read the stacks from outside, which does not disturb the processes. Also examine their
-       descendants, such as loader workers and compilers.
+    2. Read the stacks from outside, which does not disturb the processes. Also examine the
+       processes' descendants, such as loader workers and compilers.
     3. Send a signal only to processes whose stacks could not be read, and wait briefly for an
        answer.
     4. Examine each process again, and read every ring.
     5. For a stall, repeat these steps up to two seconds later (`second_look_s`). A rank that has
-       moved is slow, and a rank that has not moved is stuck.
+       made progress is slow, and a rank that has not made progress is stuck.
 
-A signal interrupts the system call in which a thread is waiting, and may end the hang that is being
+A signal interrupts the system call in which a thread is waiting, and can end the hang that is being
 examined. Signals are therefore a last resort, and `HostFacts.stacks_from` records their use.
 
-The collection is a generator that yields how long it needs to wait. The agent's loop runs between
-the steps, so output keeps flowing and the user can stop the job at any time.
+The collection is a generator that yields each waiting time. The agent's event loop runs between the
+steps, so the agent continues to forward output and the user can stop the job at any time.
 
-A rank without a ring still gets a dump, which contains the exit code, stderr, the stacks and the
-calls in which threads are waiting. For a torch program, a dump from torch's own recorder is also
-requested.
+A rank without a ring still gets a dump, which contains the exit code, the end of stderr, the stacks
+and the system calls in which threads are waiting. For a torch program, a dump from torch's own
+recorder is also requested.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def harvest(
 ) -> list[Record]:
     """Collect the black boxes of this node's workers, in the order of `workers`.
 
-    The collection usually takes about one second, and about nine seconds at most, or twelve if
+    The collection usually takes about one second. The maximum is about nine seconds, or twelve if
     dumps are requested from torch. For a stall, the processes are examined again two seconds
-    later. `idle(seconds)` is called for each wait.
+    later. `idle` must wait for the given number of seconds.
     """
     steps = harvest_steps(workers, occasion, lambda: False)
     while True:
@@ -79,10 +79,10 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Collect black boxes like `harvest`, but yield each waiting time, in seconds.
+    """Collect black boxes like `harvest`, but yield the seconds to wait instead of waiting.
 
     Args:
-        is_urgent: a function that returns whether to stop waiting.
+        is_urgent: a function that returns whether to stop waiting early.
         gap_s: the time between the two examinations of a stall, in seconds.
 
     Returns:
@@ -115,7 +115,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read all stacks from outside, or request them with a signal if that fails."""
+    """Read each process's stacks from outside or, if that fails, request them with a signal."""
     yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return
@@ -135,9 +135,9 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
 def _on_threads(
     looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
-    """Run functions on a few threads; wait up to `limit_s` seconds for all functions to end.
+    """Run functions on a few threads; wait up to `limit_s` seconds for all functions to return.
 
-    If no thread can be started, nothing runs.
+    If no thread can be started, no function is called.
     """
     if is_urgent() or not looks:
         return

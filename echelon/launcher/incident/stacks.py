@@ -1,6 +1,6 @@
 """Read one worker's stacks from outside or, if that fails, request them with a signal.
 
-A signal interrupts the system call in which a thread is waiting, and may end the hang that is being
+A signal interrupts the system call in which a thread is waiting, and can end the hang that is being
 examined. Signals are therefore a last resort, and `HostFacts.stacks_from` records their use.
 """
 
@@ -46,8 +46,8 @@ class Stacks:
     def _can_answer(self) -> bool:
         """Return whether the signal handler's descriptor still refers to the stacks file.
 
-        A program that becomes a daemon closes all descriptors. The handler could then write into
-        another file with the same descriptor.
+        A program that becomes a daemon closes all descriptors. The handler could then write to a
+        different file that has the same descriptor.
         """
         number = self._identity.settings.get("stacks_fd")
         try:
@@ -66,7 +66,7 @@ class Stacks:
         return size > self._from and time.monotonic() - since > _SETTLED_S
 
     def spy(self) -> None:
-        """Read the stacks from outside, if possible. May be called on another thread."""
+        """Read the stacks from outside, if possible. Can be called on another thread."""
         denied: list[str] = []
         self._spied = spy_stacks(self._pid, denied=denied)
         if self._wants_native:

@@ -1,7 +1,8 @@
 """Collect the last output of the culprit rank, which is shown before the verdict.
 
-The first of these that exists is shown: the traceback in TORCHELASTIC_ERROR_FILE, the last
-traceback in the rank's stderr, or the last lines of stderr. A single line lists all victims.
+The first available item is shown: the traceback in TORCHELASTIC_ERROR_FILE, the last traceback in
+the rank's stderr, the traceback in the rank's ring, or the last lines of stderr. One line lists the
+ranks that ended because of the culprit.
 """
 
 from __future__ import annotations
@@ -104,9 +105,9 @@ class Victims:
         ended: Mapping[int, Ended],
         lost_earlier: Collection[int] = (),
     ) -> Victims:
-        """Classify how the ranks ended, except the culprits and the ranks lost earlier.
+        """Classify how the ranks ended, excluding the culprits and the ranks lost earlier.
 
-        Without culprits, no rank is a victim.
+        If the verdict does not name a culprit, no rank is a victim.
         """
         culprits = set((verdict or {}).get("culprit_ranks", []))
         apart = {*culprits, *lost_earlier}
@@ -117,7 +118,7 @@ class Victims:
         )
 
     def line(self) -> str:
-        """Return one line about all victims; "" without victims."""
+        """Return one line about all victims; "" if no rank is a victim."""
         parts = [
             f"{words}: {rank_list(ranks)}"
             for ranks, words in (
@@ -134,7 +135,7 @@ class Victims:
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
-    """Return the lines of the last traceback, from its header to the line of the exception."""
+    """Return the lines of the last traceback, from its header to the exception's line."""
     starts = [i for i, line in enumerate(lines) if line.startswith(_BEGINNINGS)]
     if not starts:
         return []

@@ -1,7 +1,8 @@
 """Use torch's own flight recorder in the workers of unmodified torch programs.
 
-Torch writes a rank's dump to `<prefix><rank>` when its watchdog gives up on an operation. With the
-NCCL or XCCL backend, torch also writes a dump when data arrives on the pipe `<prefix><rank>.pipe`.
+Torch writes a rank's dump to `<prefix><rank>` when its watchdog detects that an operation has timed
+out. With the NCCL or XCCL backend, torch also writes a dump when data arrives on the pipe
+`<prefix><rank>.pipe`.
 The launcher chooses the two prefixes unless the user has set them. The Gloo backend records
 operations but never writes a dump.
 """
@@ -44,15 +45,15 @@ def installed_torch() -> tuple[int, ...]:
 def torch_environment(
     environ: Mapping[str, str], folder: Path, version: tuple[int, ...] | None = None
 ) -> dict[str, str]:
-    """Return the environment variables to set for a worker, except those that the user has set.
+    """Return the environment variables to set for a worker, unless the user has set them.
 
     Variables that the installed version of torch has deprecated are left out, to avoid warnings.
 
     Args:
         environ: the worker's environment.
         folder: the worker's folder, in which torch will write the dump.
-        version: torch's major and minor version; None means the installed version, () an unknown
-            version.
+        version: torch's major and minor version. None means the installed version, and () means an
+            unknown version.
     """
     version = installed_torch() if version is None else version
     is_old = bool(version) and version < _SINCE_FR_NAMES
@@ -77,8 +78,8 @@ def torch_environment(
 def dump_path(environ: Mapping[str, str], rank: int) -> Path | None:
     """Return the path of the dump that torch writes for a rank; None if it is unknown.
 
-    With dynamic names, the program may change the prefix later. In that case, a path is returned
-    only if it ends with this rank's number.
+    If dynamic names are enabled, the program can change the prefix later. In that case, a path is
+    returned only if it ends with this rank's number.
     """
     names = (*_DUMP_NAMES, _COMMS_DUMP)
     prefix = next((environ[name] for name in names if environ.get(name)), "")
@@ -109,7 +110,7 @@ class TorchDump:
         self.num_own = 0  # how many dumps torch wrote without a request
 
     def look(self) -> None:
-        """Register a new dump once its file has stayed unchanged between two calls."""
+        """Register a new dump if its file has not changed since the previous call."""
         version = self._version()
         if version[1] > 0 and version != self._noted and version == self._growing:
             self._noted = version

@@ -1,8 +1,8 @@
-"""Keep track of incidents that are being analysed, and show their verdicts.
+"""Track the incidents that are being analyzed, and show their verdicts.
 
-The verdict on a stall is shown immediately. The verdict on a failure is shown once the attempt has
-ended, because only then are all victims known. If ranks make progress before the verdict on a stall
-is shown, the verdict is dropped.
+The verdict on a stall is shown immediately. The verdict on a failure is shown after the attempt has
+ended, because only then are all affected ranks known. If ranks make progress before the verdict on
+a stall is shown, the verdict is withdrawn.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WITHDRAWN = "withdrawn: the ranks made progress"  # the last line of such a verd
 
 @dataclass(slots=True)
 class _Open:
-    """An incident that has not been explained yet.
+    """An incident whose verdict is pending: it has been neither shown nor withdrawn.
 
     Attributes:
         nodes: the nodes that show the verdict.
-        is_due: whether the verdict may be shown.
+        is_due: whether the verdict can be shown as soon as it is available.
     """
 
     incident: Incident
@@ -43,8 +43,8 @@ class Verdicts:
     """The analyses of one job's incidents.
 
     Args:
-        show_others: a function that shows a message on other nodes.
-        note: a function that is called with each incident after its verdict was shown or withdrawn.
+        show_others: a function that shows a text on the given nodes.
+        note: a function that is called with each incident after its verdict is shown or withdrawn.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Verdicts:
 
     @property
     def num_open(self) -> int:
-        """The number of incidents without a verdict."""
+        """The number of incidents whose verdict is pending."""
         return len(self._open)
 
     def is_open(self, incident: Incident) -> bool:
-        """Return whether an incident has no verdict yet."""
+        """Return whether an incident's verdict is pending."""
         return any(one.incident is incident for one in self._open)
 
     def expect(self, *, gives_way: bool) -> None:
@@ -90,7 +90,10 @@ class Verdicts:
             self._next = None
 
     def begin(self, incident: Incident, nodes: Sequence[str], *, is_due: bool) -> None:
-        """Start analysing an incident; the verdict is shown on `nodes` once it is due."""
+        """Start analyzing an incident, and show the verdict on `nodes` when it is available.
+
+        If `is_due` is False, the verdict is not shown before `release` is called.
+        """
         analysis, self._next = self._next, None
         one = _Open(incident, list(nodes), analysis, is_due)
         shown = self._directory.shown / "dump" / incident.folder.name
@@ -120,7 +123,7 @@ class Verdicts:
             one.is_due = True
 
     def deadline_s(self) -> float:
-        """Return the monotonic time at which to call `poll` next; infinity if nothing is open."""
+        """Return the monotonic time of the next `poll`; infinity if no verdict is pending."""
         return time.monotonic() + _POLL_S if self._open else float("inf")
 
     def poll(self) -> None:
@@ -135,7 +138,7 @@ class Verdicts:
                 self._show(one, one.explanation)
 
     def close(self) -> None:
-        """End the analyses that are still running."""
+        """Stop all analysis processes."""
         self.expect_none()
         while self._open:
             analysis = self._open.pop().analysis

@@ -49,7 +49,7 @@ class Witness:
         self.look(native=True)
 
     def look(self, *, native: bool = False) -> None:
-        """Start reading the stacks of a live process."""
+        """Prepare to read the stacks of the process if it is alive."""
         folder, alive = self.worker.folder, self.worker.alive
         self._stacks = Stacks(folder, self._pid, self._identity, native=native) if alive else None
 
@@ -60,7 +60,7 @@ class Witness:
 
     @property
     def is_seen_from_outside(self) -> bool:
-        """True if the worker is alive but must be examined without a usable ring."""
+        """True if the worker is alive but its ring does not show its operations."""
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
@@ -86,7 +86,7 @@ class Witness:
         return activity.doing is not Doing.COLLECTIVE
 
     def look_below(self) -> None:
-        """Examine the descendants of the process. May be called on another thread."""
+        """Examine the descendants of the process. Can be called on another thread."""
         self._children, self._num_children = look_at_children(self._pid)
 
     def testify(self) -> None:
@@ -177,7 +177,8 @@ class Witness:
     def _was_killed_for_memory(self) -> bool | None:
         """Return whether the kernel's OOM killer killed the worker; None if unknown.
 
-        The evidence is a SIGKILL that the launcher did not send, and a kill counted by the cgroup.
+        The evidence is a SIGKILL that the launcher did not send, and an OOM kill that the cgroup
+        has counted since the job began.
         """
         before = self._occasion.oom_kills_before
         if self.worker.exit_code != -9 or self.worker.stopped_by_agent:
@@ -187,7 +188,7 @@ class Witness:
 
 
 def _process_of(worker: Worker, identity: Identity) -> int:
-    """Return the process to examine: the recording process, or else the worker's main process."""
+    """Return the pid of the recording process or else of the worker's main process."""
     if not worker.alive:
         return identity.pid or worker.pid
     if not identity.pid:

@@ -27,7 +27,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """True while the worker runs: it was started and has not ended."""
+        """True if the worker was started and has not ended."""
         return self.pid != 0 and self.exit_code is None
 
 

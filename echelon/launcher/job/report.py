@@ -1,4 +1,4 @@
-"""Report how the job ended: its exit code, and report.json."""
+"""Report how the job ended, in its exit code and in report.json."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TIMED_OUT = 124
 class Ended:
     """The way in which a rank ended.
 
-    `code` is the exit code, or minus the signal's number as in `subprocess`; None if the rank's
-    node was lost.
+    `code` is the exit code, or the negative signal number as in `subprocess`. It is None if the
+    rank's node was lost.
     """
 
     rank: int
@@ -107,10 +107,11 @@ class Report:
 def exit_code(ranks: Sequence[Ended], verdict: Mapping[str, Any] | None) -> int:
     """Return the exit code of a job whose workers failed.
 
-    This is the exit code of the root cause or, if the verdict names no rank, of the rank that
-    failed first. For a rank killed by a signal, it is 128 plus the signal's number. It is 1 if the
-    root cause exited with code 0, hung, or was lost with its node. An exit code of 124 becomes 1,
-    because schedulers interpret 124 as an expired time limit.
+    The result is the code of the first culprit that failed or, if the verdict does not name a
+    culprit, of the rank that failed first. If all culprits hung or exited with code 0, the result
+    is 1. The code of a rank that was killed by a signal is 128 plus the signal's number. The code
+    of a rank that was lost with its node is 1. Code 124 becomes 1, because schedulers interpret 124
+    as an expired time limit.
     """
     by_rank = {ended.rank: ended for ended in ranks}
     culprits = [by_rank[r] for r in (verdict or {}).get("culprit_ranks", []) if r in by_rank]

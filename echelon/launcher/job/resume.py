@@ -1,12 +1,12 @@
-"""Find the job's newest committed checkpoint, from the ranks' reports or from `--checkpoint-dir`.
+"""Find the job's newest committed checkpoint in rank 0's reports or in `--checkpoint-dir`.
 
     RUN/rank_0/attempt_<n>/checkpoint.json      written by rank 0 when a checkpoint is committed
     RUN/rank_0/lost_<k>_of_attempt_<n>/...      the same, for a process that was lost and replaced
     DIR/step_<n>/<version>/commit               Keeper's layout
     DIR/<version>/commit                        a single checkpoint with its versions
 
-A version is valid once it has a commit mark (docs/checkpoints.md). The search runs on a separate
-thread, because the file system may hang.
+A version of a checkpoint is valid once its commit mark exists (docs/checkpoints.md). The search
+runs on a separate thread, because the file system might hang.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Search:
             self._thread.join(_BRIEFLY_S)  # usually there is little to search
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether the search has finished or timed out, so that an attempt may begin."""
+        """Return whether the search has finished or timed out, so that an attempt can begin."""
         if self._thread is None:
             return True
         if self._thread.is_alive() and now_s < self._until_s:

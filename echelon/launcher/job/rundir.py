@@ -1,4 +1,4 @@
-"""The run directory, which holds all files of a job.
+"""Manage the run directory, which contains all files of a job.
 
     RUN/job.json                                 the hosting node's endpoint and secret (0600)
     RUN/job.<node>.json                          another node's copy, until the job ends
@@ -9,9 +9,9 @@
     RUN/dump/incident_<k>/                       rank_<r>, incident.json, verdict.json, verdict.txt
     RUN/dump/latest -> incident_<k>              the newest complete incident
 
-An existing directory is reused: attempts and incidents get the next free number, and no file is
-overwritten. An incident has a hidden name until it is complete. Several nodes may share the
-directory, so each file is written under a unique name and then moved into place.
+If the directory exists, it is reused. Attempts and incidents get the next free numbers, so their
+files are not overwritten. An incident's folder has a hidden name until the incident is complete.
+Several nodes can share the directory, so each file is written under a unique name and then renamed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunDirectory:
 
     @property
     def job_file(self) -> Path:
-        """The file in which this node keeps the job's endpoint and secret."""
+        """The file in which this node stores the job's endpoint and secret."""
         return self.path / (f"job.{self._node}.json" if self._node else "job.json")
 
     @property
@@ -76,7 +76,7 @@ class RunDirectory:
                 path.unlink()
 
     def forget_secret(self, job: dict[str, Any]) -> None:
-        """Remove the secret from job.json, now that the job is over."""
+        """Remove the secret from job.json after the job has ended."""
         with contextlib.suppress(OSError):
             write_json(self.job_file, {k: v for k, v in job.items() if k != "secret"})
 
@@ -103,7 +103,7 @@ class RunDirectory:
         return self.path / "dump"
 
     def next_attempt(self) -> int:
-        """Return the number after the highest attempt number that any rank has used."""
+        """Return the highest existing attempt number plus one, or 0 if no attempt exists."""
         return _next_number(self.path.glob("rank_*/attempt_*"), _ATTEMPT)
 
     def free_attempt(self, ranks: range, wanted: int) -> int:
@@ -146,7 +146,7 @@ class RunDirectory:
             return aside
 
     def open_incident(self) -> tuple[int, Path]:
-        """Return the next incident's number and the hidden folder in which to collect it.
+        """Create a hidden folder for the next incident; return the incident's number and folder.
 
         Raises:
             OSError: the folder cannot be created.
@@ -163,9 +163,9 @@ class RunDirectory:
             return number, folder
 
     def complete_incident(self, number: int, folder: Path) -> Path:
-        """Move a collected incident to its final folder, under the next free number.
+        """Rename a collected incident's folder to its final name, using the next free number.
 
-        Afterwards, `latest` points to the incident.
+        The link `latest` then points to the incident.
 
         Raises:
             OSError: the folder cannot be renamed.
@@ -218,7 +218,7 @@ def processes_of(run: Path, rank: int, attempt: int) -> list[Path]:
 
 
 def _aside(rank_dir: Path, number: int) -> Path:
-    """Return the path under which the folder of a replaced process is kept."""
+    """Return the path to which the folder of a replaced process is renamed."""
     return rank_dir.with_name(f"lost_{number}_of_{rank_dir.name}")
 
 
@@ -226,7 +226,7 @@ def write_json(path: Path, value: dict[str, Any], indent: int | None = 1) -> Non
     """Atomically write a JSON file with mode 0600.
 
     Raises:
-        OSError: the file cannot be written; no partial file is left.
+        OSError: the file cannot be written. The partial file is removed.
     """
     part = path.with_name(f".{path.name}.{_unique()}.part")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -1,6 +1,6 @@
-"""Report where a job stopped: rank 0's last step and its last checkpoint.
+"""Report where a job stopped: rank 0's last step and last checkpoint.
 
-The report shows whether a requeued job can continue where it stopped.
+The report shows whether a requeued job can resume from the last step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stopped:
 
     @property
     def saved_at_step(self) -> int | None:
-        """The step of the last checkpoint; None if it is unknown or nothing was saved."""
+        """The step of the last checkpoint; None if unknown or if no checkpoint was saved."""
         return self.saved.step if self.saved is not None and self.saved.step >= 0 else None
 
     def line(self) -> str:

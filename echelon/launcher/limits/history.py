@@ -2,12 +2,13 @@
 
 A history provides two limits:
 
-* `limit_s`: how long an operation may be pending before it is examined. This limit is shorter than
-  the stall rule's fixed limit. To avoid false alarms, it needs many samples and keeps a margin
-  above both the 99.9th percentile and the longest sample. The margin is larger if durations are
-  uneven.
-* `patience_s`: how long an operation or phase may take if earlier ones have exceeded the fixed
-  limit and still completed. This limit needs only a few samples, and is bounded.
+* `limit_s`: how long an operation can be pending before it is examined. This limit is shorter than
+  the stall rule's fixed limit. To avoid false alarms, it requires many samples and exceeds both the
+  99.9th percentile and the longest sample by a margin. The margin is larger if the durations vary
+  widely.
+* `patience_s`: how long the stall rule waits for an operation or phase if earlier operations or
+  phases exceeded the fixed limit but completed. This limit requires only a few samples, and is
+  bounded.
 
 The first samples do not count towards `limit_s`, because they include warm-up: compilation, cold
 caches and new connections.
@@ -54,7 +55,7 @@ class History:
         self.sketch = Sketch()
 
     def add(self, durations_ns: npt.NDArray[np.int64], now_ns: int) -> None:
-        """Add the durations of completed operations: [num_durations], oldest first."""
+        """Add the durations of completed operations, of shape [num_durations], oldest first."""
         self._slowest_ns = max(self._slowest_ns, int(durations_ns.max(initial=0)))
         self._num_long -= int((durations_ns > self._fixed_s * 1e9).sum())
         warm = durations_ns[self._num_left :]
@@ -83,7 +84,7 @@ class History:
 
     @property
     def patience_s(self) -> float:
-        """The time that the stall rule waits for an operation, in seconds; 0: the fixed limit."""
+        """The stall rule's limit for an operation or phase, in seconds; 0 means the fixed limit."""
         if self._num_long > 0:
             return 0.0
         return min(PATIENCE_FACTOR * self._slowest_ns / 1e9, MAX_PATIENCE * self._fixed_s)

@@ -19,16 +19,16 @@ _NUM_SHOWN = 8
 
 
 class LimitsFile:
-    """A writer that saves a node's rows on a separate thread, because the disk may hang.
+    """A background writer of a node's learned limits, with one row per call site or phase.
 
-    Failed writes are ignored.
+    The disk might hang, so a separate thread is used. Failed writes are ignored.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
     def put(self, folder: Path, rows: Sequence[Row]) -> None:
-        """Write the most frequent rows, unless the previous write is still in progress."""
+        """Start writing the most frequent rows, unless the previous write is still in progress."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._thread = threading.Thread(
@@ -39,13 +39,13 @@ class LimitsFile:
 
 
 def write_limits(folder: Path, rows: Sequence[Row]) -> None:
-    """Write the most frequent rows; ignore errors."""
+    """Write the most frequent call sites and phases to a folder; ignore errors."""
     with contextlib.suppress(OSError):
         write_json(folder / _NAME, {"format": 1, "rows": [asdict(row) for row in rows[:MAX_ROWS]]})
 
 
 def read_limits(folders: Iterable[Path]) -> list[Row]:
-    """Read and merge the rows in the given folders of ranks. Unreadable files are skipped."""
+    """Read and merge the learned limits in the given rank folders; skip unreadable files."""
     rows: dict[tuple[str, str, bool], Row] = {}
     for folder in folders:
         path = folder / _NAME
@@ -60,7 +60,7 @@ def read_limits(folders: Iterable[Path]) -> list[Row]:
 
 
 def as_lines(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each of the first 8 rows with a limit, and one line for all other rows."""
+    """Return one line for each of the first 8 rows with limits, and one for the other rows."""
     watched = [row for row in rows if row.limit_s is not None]
     lines = [
         f"watched at {row.limit_s:.3g} s: {row.site or '?'} in "

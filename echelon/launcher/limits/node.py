@@ -1,4 +1,4 @@
-"""Learn limits for this node's ranks, and summarise the ranks for the coordinator.
+"""Learn limits for this node's ranks, and summarize the ranks' activity for the coordinator.
 
 A rank's ring shows whether the rank is active. If the ring has not changed for a while, `Activity`
 looks for other signs: processor time, output and network traffic.
@@ -58,7 +58,7 @@ class _Rank:
 
 
 class NodeLimits:
-    """The histories of one attempt's ranks on this node.
+    """The duration histories of one attempt's ranks on this node.
 
     Args:
         store_port: the port of the store. Traffic on connections to the store does not count as
@@ -74,7 +74,7 @@ class NodeLimits:
         self._ranks: dict[int, _Rank] = {}
 
     def forget(self, rank: int) -> None:
-        """Discard the history of a lost rank before another process replaces it."""
+        """Discard the history of a lost rank before the rank's process is replaced."""
         self._ranks.pop(rank, None)
 
     def see(
@@ -130,7 +130,7 @@ class NodeLimits:
         return self._with_late(summary, late) if late else summary
 
     def rest(self, now_ns: int) -> None:
-        """Ignore the activity that collecting an incident caused in the ranks."""
+        """Ignore the activity of ranks that was caused by collecting an incident."""
         for number, rank in self._ranks.items():
             if rank.activity is not None:
                 rank.activity.rest(self._num_printed(number), now_ns)

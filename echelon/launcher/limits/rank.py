@@ -1,9 +1,9 @@
-"""Compare one rank's current operations and phases with its history.
+"""Compare one rank's current operations and phases with the rank's histories.
 
-[Note: phases excuse] A checkpoint, a compilation or an evaluation may take a long time, and other
-ranks may be waiting for it. While any rank is in a phase that does not have a limit or has not
-exceeded its limit, no rank is therefore examined early. Phases in which operations have been
-called, such as an epoch or a step, are ignored.
+[Note: phases excuse] A checkpoint, a compilation or an evaluation can take a long time while other
+ranks wait. Therefore, no rank is examined early while any rank is in a phase that does not have a
+limit or has not exceeded its limit. Phases in which operations have been called, such as an epoch
+or a step, are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A comparison of a rank's current operations and phases with its histories."""
+    """A comparison of a rank's current operations and phases with the rank's histories."""
 
     late: Late | None = None  # the one that has been late for the longest time
     is_excused: bool = False  # whether the rank is in a phase that may take its time
@@ -55,8 +55,8 @@ class RankLimits:
 
     Args:
         fixed_s: the stall rule's limit, in seconds.
-        may_be_long: a function that returns whether phases with a given name may repeatedly take
-            longer than `fixed_s`.
+        may_be_long: a function that returns whether phases with a given name are allowed to take
+            longer than `fixed_s` repeatedly.
     """
 
     def __init__(self, fixed_s: float, may_be_long: Callable[[int], bool]) -> None:
@@ -78,10 +78,10 @@ class RankLimits:
             history.add(lasted_ns, now_ns)
 
     def judge(self, news: News, age_s: Callable[[int], float]) -> Judged:
-        """Return how this rank's current state compares with its histories.
+        """Compare this rank's current operations and phases with its histories.
 
         Args:
-            age_s: a function that returns the age of a timestamp of the rank, in seconds.
+            age_s: a function that returns the age of one of the rank's timestamps, in seconds.
         """
         late: Late | None = None
         is_excused, patience_s = False, 0.0
@@ -107,7 +107,7 @@ class RankLimits:
 
 
 def _open(news: News) -> Iterator[tuple[Open, bool]]:
-    """Yield each pending operation, and each open phase in which its thread made no calls.
+    """Yield each pending operation, and each open phase in which no operation has been called.
 
     The second value is True for a phase.
     """

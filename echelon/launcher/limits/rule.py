@@ -3,15 +3,16 @@
 An early examination is due if all three conditions hold:
 
 - An operation or phase has exceeded its learned limit.
-- For the duration of that limit, no rank has made progress, computed, printed or sent anything.
-- No rank is in a phase that may take a long time.
+- For at least the duration of that limit, no rank has made progress, computed, printed or sent
+  data.
+- No rank is in a phase that can take a long time.
 
-Before init, and while a rank has no ring or a node's last report is too old, only the stall rule
-applies.
+Only the stall rule applies before all ranks are initialized, if a rank has no ring, or if a node's
+last report is too old.
 
-An early examination does not stop any rank. If the job then continues on its own, the examination
-was a false alarm. After `MAX_CLEARED` false alarms, early examinations are disabled for the rest of
-the attempt.
+An early examination does not stop any rank. If the job then makes progress on its own, the
+examination was a false alarm. After `MAX_CLEARED` false alarms, early examinations are disabled for
+the rest of the attempt.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ class LimitRule:
 
     @property
     def is_reported(self) -> bool:
-        """True if an early examination was requested and `look` has seen no progress since."""
+        """True if an early examination was requested and no progress was detected afterwards."""
         return self._reported is not None
 
     @property
     def is_disarmed(self) -> bool:
-        """True once early examinations are disabled, after too many false alarms."""
+        """True if early examinations are disabled because of too many false alarms."""
         return self.num_cleared >= MAX_CLEARED
 
     def begin_again(self, now_ns: int) -> None:

@@ -1,9 +1,9 @@
-"""Estimate quantiles of durations in bounded memory, less than 11 % above the true value.
+"""Estimate quantiles of durations in bounded memory, with an error of less than 11 %.
 
 The sketch counts durations in buckets whose edges grow by a constant factor, as DDSketch does
 (Masson, Rim, Lee: "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error
-Guarantees", VLDB 2019). Starting at 1 us, 256 buckets cover more than a day, so no buckets are ever
-merged.
+Guarantees", VLDB 2019). The 256 buckets cover durations from 1 us to more than a day, so buckets
+never need to be merged.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Sketch:
     def quantile_s(self, share: float) -> float:
         """Return the upper edge, in seconds, of the bucket that contains a quantile.
 
-        The upper edge exceeds the true value (by nearest rank) by less than 11 %. The result is 0
-        if there is no data.
+        The upper edge exceeds the nearest-rank quantile by less than 11 %. The result is 0 if the
+        sketch is empty.
         """
         if not self.num:
             return 0.0

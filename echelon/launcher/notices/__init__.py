@@ -1,1 +1,1 @@
-"""Send notices about a job to commands and URLs, and serve its metrics."""
+"""Send notices about a job to commands and URLs, and serve the job's metrics."""

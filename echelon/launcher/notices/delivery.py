@@ -42,7 +42,7 @@ _opener = urllib.request.build_opener(_Stay)
 
 
 class DeliveryError(Exception):
-    """A failed delivery of a notice. `may_retry` is True if another attempt may succeed."""
+    """A failed delivery of a notice. `may_retry` is True if another attempt might succeed."""
 
     def __init__(self, why: str, *, may_retry: bool = False) -> None:
         super().__init__(why)
@@ -59,8 +59,9 @@ class Delivery:
 
     Args:
         receiver: a URL, or a command for /bin/sh that receives the notice on its stdin.
-        say: a function that prints a line, called on the receiver's own thread.
-        command_s: the time after which a command and its process group are killed, in seconds.
+        say: a thread-safe function that prints a line.
+        command_s: the time limit for a command, in seconds, after which its process group is
+            killed.
         request_s: the time limit for each blocking step of a request, in seconds.
         pauses_s: the pauses between attempts at a request, in seconds.
     """
@@ -101,7 +102,7 @@ class Delivery:
 
     @property
     def shown(self) -> str:
-        """The receiver as shown to the user. Parts of a URL that may be secret are left out."""
+        """The receiver as shown to the user, without the parts of a URL that might be secret."""
         if is_url(self._receiver):
             parts = urlsplit(self._receiver)
             return f"{parts.scheme}://{parts.hostname or ''}"

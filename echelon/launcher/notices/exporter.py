@@ -1,4 +1,4 @@
-"""Serve the hosting node's metrics at GET /metrics."""
+"""Serve a job's metrics over HTTP at /metrics on the hosting node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Exporter:
     """An HTTP server that serves text at /metrics until it is closed.
 
     Args:
-        address: the address to bind; an IPv6 address has no brackets.
+        address: the address to bind. An IPv6 address is given without brackets.
         port: the port; 0 means any free port.
         text: a function that returns the text to serve, called on the server's own threads.
 
@@ -35,12 +35,12 @@ class Exporter:
             block_on_close = False  # a client that hangs must not hold up the job's end
 
             def server_bind(self) -> None:
-                """Bind without looking up this host's name, because the lookup may hang."""
+                """Bind without looking up this host's name, because the lookup can hang."""
                 TCPServer.server_bind(self)
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Print nothing when a client disconnects."""
+                """Ignore errors, for example if a client disconnects."""
 
         class _Handler(_Metrics):
             make = staticmethod(text)

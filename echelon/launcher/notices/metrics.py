@@ -20,7 +20,7 @@ class Metric:
 
     Attributes:
         name: the name in Prometheus and in OTLP.
-        kind: "counter" if the metric only grows, else "gauge".
+        kind: "counter" if the metric never decreases, else "gauge".
         text: the help text of the metric.
         samples: (labels, value) pairs.
     """

@@ -1,4 +1,4 @@
-"""Create the notices, as JSON objects, about the incidents, restarts and end of a job."""
+"""Create notices (JSON objects) about a job's incidents, restarts and end."""
 
 from __future__ import annotations
 

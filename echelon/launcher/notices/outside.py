@@ -1,6 +1,6 @@
 """Send notices and metrics from the hosting node, on separate threads.
 
-Messages from these threads are printed on the launcher's thread after a short delay.
+Text from these threads is printed on the launcher's thread after the job's next event.
 """
 
 from __future__ import annotations

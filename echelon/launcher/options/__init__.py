@@ -1,1 +1,1 @@
-"""The options of `echelon run`, and their defaults."""
+"""Define and parse the options of `echelon run`."""

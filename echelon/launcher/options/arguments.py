@@ -1,4 +1,4 @@
-"""The command-line arguments of `echelon run`."""
+"""Define the command-line arguments of `echelon run`."""
 
 from __future__ import annotations
 
@@ -440,7 +440,7 @@ def _add_program_options(program: argparse._ArgumentGroup, default: Defaults) ->
 
 
 class Defaults:
-    """The options' defaults, taken from `PET_<OPTION>`, the scheduler or echelon, in that order.
+    """The options' defaults, taken from `PET_<OPTION>`, else the scheduler, else echelon itself.
 
     String values are parsed as if they were given on the command line.
     """
@@ -463,5 +463,5 @@ class Defaults:
         return self._environ.get(name, default)
 
     def __call__(self, name: str, default: str | None) -> str | None:
-        """Return an option's default: from `PET_<OPTION>`, the scheduler, or `default`."""
+        """Return an option's default from `PET_<OPTION>` or the scheduler, or else `default`."""
         return self._environ.get(f"PET_{name.upper()}", self._scheduler.get(name, default))

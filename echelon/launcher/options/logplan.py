@@ -1,4 +1,4 @@
-"""Determine where each worker's streams go, from torchrun's options `-r`, `-t` and filters.
+"""Determine where each worker's output goes, based on torchrun's logging options.
 
 Every stream is written to a file. Most streams are also shown on the terminal. A stream that is
 redirected with `-r` is shown only if `-t` also selects it. If `--local-ranks-filter` is given, only
@@ -47,7 +47,7 @@ class LogPlan:
     fold: bool = False
 
     def is_shown(self, local_rank: int, stream: int) -> bool:
-        """Return whether a stream (1: stdout, 2: stderr) of a local rank goes to the terminal."""
+        """Return whether the terminal shows a local rank's stream (1: stdout, 2: stderr)."""
         if self.shown_ranks is not None and local_rank not in self.shown_ranks:
             return False
         bit = Std(stream)
@@ -64,7 +64,7 @@ class LogPlan:
 
 
 def parse_streams(text: str) -> PerRank:
-    """Parse `3`, `0:3,1:2` or `0-7:3,12:1`.
+    """Parse the streams of each local rank, such as `3`, `0:3,1:2` or `0-7:3,12:1`.
 
     Raises:
         ValueError: the text is malformed.
@@ -103,7 +103,7 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def parse_filters(text: str) -> tuple[str, ...]:
-    """Parse a list such as `apple,orange`. A double comma stands for a literal comma."""
+    """Parse a list of filters such as `apple,orange`. Two commas stand for a literal comma."""
     parts = text.replace(",,", "\0").split(",") if text else []
     return tuple(part.replace("\0", ",") for part in parts if part)
 

@@ -1,4 +1,4 @@
-"""The options of `echelon run`, which include torchrun's options.
+"""Parse the options of `echelon run`, which include torchrun's options.
 
 Every option can also be set through the environment variable `PET_<OPTION>`. The command line takes
 precedence. An invalid value is reported in one line, and the launcher exits with code 2.
@@ -74,7 +74,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """Parse the command line of `echelon run`.
 
     Raises:
-        SystemExit: the exit code is 2 for bad usage, and 0 for --help and --version.
+        SystemExit: the arguments are invalid (exit code 2), or contain --help or --version (exit
+            code 0).
     """
     parser = make_parser(environ)
     options, program = _split(argv)
@@ -148,7 +149,7 @@ def _witness(args: argparse.Namespace, conf: Conf, meeting: Rendezvous | None) -
     """Return the witness's endpoint as "host:port", or "" if the job has no witness.
 
     Raises:
-        ValueError: the endpoint is malformed, or failover is off.
+        ValueError: the endpoint is malformed, or failover is disabled.
     """
     if not args.rdzv_witness or meeting is None:
         return ""

@@ -19,7 +19,7 @@ _NOT_CATCHABLE = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD})
 
 
 def num_workers(text: str) -> int:
-    """Parse the number of workers: a number, auto, or the kind of device to count."""
+    """Parse the number of workers, given as a number, `auto`, or the device type to count."""
     counts: dict[str, Callable[[], int]] = {
         "cpu": usable_cores,
         "gpu": lambda: num_nvidia(os.environ),
@@ -93,7 +93,7 @@ def seconds(text: str) -> float:
 
 
 def reader(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Wrap a parser so that argparse shows its ValueError unchanged."""
+    """Wrap a parser so that argparse shows the parser's ValueError unchanged."""
 
     def read(text: str) -> _T:
         try:
@@ -117,7 +117,7 @@ def min_max(text: str) -> tuple[int, int]:
 
 
 def settings(text: str) -> dict[str, str]:
-    """Parse the value of `--rdzv-conf`: NAME=VALUE,..."""
+    """Parse the value of `--rdzv-conf`, which has the form NAME=VALUE,..."""
     found: dict[str, str] = {}
     for pair in text.split(",") if text else []:
         name, equals, value = pair.partition("=")

@@ -10,10 +10,10 @@ _RESET = "\x1b[0m"
 
 
 def fit(line: str, columns: int) -> str:
-    """Truncate a line so that it takes fewer than `columns` columns.
+    """Truncate a line so that it is narrower than `columns` columns.
 
-    Wide characters take two columns. Escape sequences take no columns and are never split. If a
-    line with escape sequences is truncated, a reset sequence is appended.
+    Wide characters occupy two columns. Escape sequences do not occupy columns and are never split.
+    If a line with escape sequences is truncated, a reset sequence is appended.
     """
     kept: list[str] = []
     used = position = 0

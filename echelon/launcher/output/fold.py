@@ -40,7 +40,7 @@ class Fold:
         return out
 
     def _has_later(self, rank: int, held: _Held) -> bool:
-        """Return whether a rank has printed another line since a held line."""
+        """Return whether a rank has printed another line after a held line."""
         return any(h.due_s >= held.due_s and rank in h.ranks for h in self._held.values())
 
     def due(self, now_s: float) -> list[bytes]:
@@ -52,7 +52,7 @@ class Fold:
         return self._take(list(self._held.values()))
 
     def _release(self, rank: int) -> list[bytes]:
-        """Release the lines that a rank has printed, and all lines held before them."""
+        """Release a rank's held lines, and all lines that were held before them."""
         mine = [h.due_s for h in self._held.values() if rank in h.ranks]
         if not mine:
             return []

@@ -100,7 +100,7 @@ class Terminal:
             self._write(stream, lines)
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Write to a stream. May block for a second if the stream is in non-blocking mode."""
+        """Write to a stream. If the stream is in non-blocking mode, wait about a second at most."""
         fd = self._fds.get(stream)
         deadline_s = time.monotonic() + _SLOW_S
         while fd is not None and data:

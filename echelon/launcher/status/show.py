@@ -5,7 +5,7 @@ the newest run directory in runs/.
 
 With an endpoint (HOST:PORT, as in --rdzv-endpoint), the table shows the ranks of all nodes, and the
 command works on any machine. The command then needs the job's secret from --rdzv-secret-file,
-ECHELON_SECRET or a job.json in runs/. The endpoint of a single-node job is that of its store.
+ECHELON_SECRET or a job.json in runs/. The endpoint of a single-node job is its store's endpoint.
 """
 
 from __future__ import annotations

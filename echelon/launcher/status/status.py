@@ -65,7 +65,7 @@ def newest_run(folder: Path) -> Path | None:
 
 
 def ring_paths(run_dir: Path) -> dict[int, Path]:
-    """Return the path of each rank's ring in its newest attempt."""
+    """Return the path of each rank's ring in the rank's newest attempt."""
     newest: dict[int, tuple[int, Path]] = {}
     for path in run_dir.glob("rank_*/attempt_*/ring"):
         rank = path.parents[1].name.removeprefix("rank_")
@@ -130,7 +130,7 @@ def silent(rank: int, phase: str) -> RankStatus:
 
 
 def read_statuses(run_dir: Path) -> list[RankStatus]:
-    """Return the status of each rank of a run. Without a usable ring, the phase is "unreadable"."""
+    """Return the status of each rank. If a rank's ring is unusable, its phase is "unreadable"."""
     statuses = []
     for rank, path in ring_paths(run_dir).items():
         try:
@@ -141,7 +141,10 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
 
 
 def _checked(record: Record) -> RankStatus:
-    """Return a rank's status, corrected if its process has ended or was running on another host."""
+    """Return a rank's status.
+
+    If the process has ended or ran on another host, `lag_s` is None.
+    """
     status = status_of(record, time.monotonic_ns())
     identity = record.identity
     if status.phase == "ended" or not identity.boot_id:

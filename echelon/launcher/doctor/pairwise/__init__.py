@@ -1,1 +1,1 @@
-"""Implement `echelon doctor --pairwise`, which measures the links of a job before it starts."""
+"""Implement `echelon doctor --pairwise`, which measures a job's links before the job starts."""

@@ -1,7 +1,7 @@
 """Run `echelon.planner.pairs` under a time limit, with the options of the planned job.
 
-The measurement uses a temporary run directory. If the run fails, the directory is kept, and the
-error message contains its path.
+The measurement uses a temporary run directory. If the run fails, the directory is not removed, and
+the error message contains its path.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _TEXTS = (
 
 
 def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> dict[str, Any]:
-    """Measure the job's ranks with an all-reduce; return the figures, or {"error": reason}.
+    """Measure an all-reduce across the job's ranks; return the results, or {"error": reason}.
 
-    On a single node, the pairs of ranks are measured too. Blocks for about two minutes at most.
+    On a single node, the pairs of ranks are also measured. Blocks for about two minutes at most.
 
     Args:
         args: the options of `echelon doctor`.
@@ -137,7 +137,7 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait up to 3 s for the host's doctor to close the port that the launcher will bind."""
+    """Wait up to 3 s for `echelon doctor` on the host to close the port that the launcher needs."""
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

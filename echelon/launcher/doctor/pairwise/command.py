@@ -21,7 +21,7 @@ _NAME = "pairwise"  # the name of the line that carries an outcome between nodes
 
 
 def add_pairwise_options(group: argparse._ArgumentGroup, default: Defaults) -> None:
-    """Add the options that turn the measurements on and configure them."""
+    """Add the options that enable and configure the pairwise measurements."""
     group.add_argument(
         "--pairwise",
         action="store_true",
@@ -55,7 +55,7 @@ class Pairwise:
 
     Attributes:
         outcome: the measurements so far.
-        has_met: whether this node measures together with other nodes.
+        has_met: whether this node takes measurements together with other nodes.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -66,7 +66,7 @@ class Pairwise:
     def across(
         self, meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
     ) -> Iterator[Check]:
-        """Connect to the other nodes and measure the links; yield the checks across nodes.
+        """Connect to the other nodes and measure the links; yield the results of the checks.
 
         All nodes must call this method.
         """

@@ -60,7 +60,7 @@ def _task(host: Host, other: Member) -> Task:
 
 
 def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
-    """Return one finding per task; each is BROKEN if the node did not send a valid answer."""
+    """Return one finding per task; all are BROKEN if the node did not send a valid answer."""
     try:
         found = [Finding.unpack(text) for text in answer.findings] if answer else []
     except ValueError:

@@ -1,4 +1,4 @@
-"""Hold the measurements of a job's nodes and links, and find the slow and broken ones."""
+"""Store the measurements of a job's nodes and links, and find slow or broken nodes and links."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Outcome:
 
     Attributes:
         hosts: the host names of the nodes.
-        names: the names of the members that form pairs: the hosts, or the ranks of a single host.
+        names: the names of the members that form pairs, which are hosts, or ranks of one host.
         pairs: the finding for each measured pair, keyed by the indices of its members in `names`.
-        nodes: for each host, the findings of its own probes.
+        nodes: the findings about each host's own resources, in the order of `hosts`.
         collective: the measurement across all ranks with the job's backend; None if not measured.
     """
 
@@ -42,7 +42,7 @@ class Outcome:
     def costs(self) -> dict[str, dict[Pair, float]]:
         """Return the cost of each working pair, keyed by "latency" and "bandwidth".
 
-        The cost is the latency in seconds, or the inverse bandwidth of the slower direction in
+        The cost is the latency in seconds, or the inverse bandwidth of the slower direction, in
         seconds per byte.
         """
         whole = {pair: one.figures for pair, one in self.pairs.items() if not one.is_broken}
@@ -111,7 +111,7 @@ class Outcome:
 
 
 def note_ranks(outcome: Outcome, rows: Sequence[Sequence[float]]) -> None:
-    """Add the measurements between ranks, each given as [rank, rank, latency in s, bytes per s]."""
+    """Add measurements between ranks, each given as [rank, rank, latency in s, bytes per s]."""
     for a, b, latency_s, bytes_per_s in rows:
         figures = {LATENCY: latency_s, SENT: bytes_per_s, RECEIVED: bytes_per_s}
         finding = _finding({"probe": NETWORK, "state": "whole", "text": "", "figures": figures})

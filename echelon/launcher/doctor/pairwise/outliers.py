@@ -2,7 +2,7 @@
 
 An outlier exceeds the median by a factor of more than 1.5, and also by more than five standard
 deviations, which are estimated as 1.4826 times the median absolute deviation (MAD). Without the
-factor, healthy links would count as outliers when all values are nearly equal.
+factor of 1.5, healthy links would count as outliers if all values were nearly equal.
 
 First, each member is judged by its best pair, because a slow host is slow with every other host.
 Then the pairs of the remaining members are compared.

@@ -1,7 +1,7 @@
 """Schedule the pairwise measurements.
 
-All pairs of n members are measured in n - 1 rounds (n if n is odd). In each round, a member belongs
-to at most one pair. The schedule uses the circle method of round-robin tournaments.
+All pairs of n members are measured in n - 1 rounds (n rounds if n is odd). In each round, a member
+belongs to at most one pair. The schedule uses the circle method of round-robin tournaments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run each probe in a separate process, so that a hung disk blocks only the child process.
 
-A child that does not answer in time is killed. Because it may be stuck in the kernel, this process
-does not wait for it to exit. Killed children are reaped when the next child starts, or when this
-process exits.
+A child that does not answer in time is killed. This process does not wait for the child to exit,
+because the child might be stuck in the kernel. Killed children are reaped when the next child
+starts, or when this process exits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Child:
     """A probe that runs in a child process.
 
     Attributes:
-        due_s: the time by which `poll` must be called.
-        pid: the child's pid; 0 if it could not be started.
+        due_s: the `time.monotonic` time at which to call `poll` if no answer arrives earlier.
+        pid: the child's pid; 0 if the child was not started or is closed.
     """
 
     def __init__(self, task: Task, command: Sequence[str] = COMMAND) -> None:
@@ -66,16 +66,16 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The child's pid; 0 if it could not be started."""
+        """The child's pid; 0 if the child was not started or is closed."""
         return 0 if self._process is None else self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when `poll` may have a result, or -1."""
+        """Return a descriptor that becomes readable when output arrives; -1 if none is open."""
         process = self._process
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
     def poll(self) -> Finding | None:
-        """Return the finding, or None if the child has not answered but still has time to do so.
+        """Return the finding; None if the child has not answered and its deadline is in the future.
 
         Never blocks.
         """
@@ -134,7 +134,7 @@ atexit.register(_reap, _REAP_S)
 def run_all(tasks: Sequence[Task], command: Sequence[str] = COMMAND) -> list[Finding]:
     """Run probes in parallel, each in its own process; return one finding per task.
 
-    Blocks at most until the latest of the tasks' deadlines.
+    Blocks at most until the deadlines of all tasks have passed.
     """
     children = [Child(task, command) for task in tasks]
     try:

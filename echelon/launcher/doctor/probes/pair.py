@@ -1,15 +1,15 @@
 """Measure latency, bandwidth and clock offset between two hosts over one TCP connection.
 
-One end listens on a free port, and the other end measures by sending these messages:
+One host listens on a free port, and the other host takes measurements by sending these messages:
 
     TOKEN            once, 32 bytes; a client without the right token is disconnected
     b"p" ...         9 bytes: a ping; the answer is 8 bytes, the listener's wall clock in ns
     b"d" length ...  9 bytes, then `length` bytes of data; answered like a ping after the last byte
     b"u" length      9 bytes; the answer is `length` bytes
 
-To measure the bandwidth, the amount of data starts at 64 KiB and is doubled until a transfer takes
-50 ms, so that a slow link is measured as quickly as a fast one. The result is based on the fastest
-of three transfers of that size, minus one round trip.
+The bandwidth measurement starts with 64 KiB of data and doubles the amount until a transfer takes
+50 ms. Slow and fast links are therefore measured in about the same time. The result is based on the
+duration of the fastest of three transfers of the final size, minus one round trip.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def new_token() -> str:
 
 
 class Listener:
-    """A server on a free port, whose threads answer the measurements of other hosts."""
+    """A server on a free port that answers the measurement requests of other hosts."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -79,10 +79,10 @@ class Listener:
 
 
 def _answer(client: socket.socket) -> None:
-    """Answer a client's messages until the connection ends.
+    """Answer a client's measurement requests until the connection ends.
 
     Raises:
-        OSError: the client has disconnected, or has not sent or received anything in time.
+        OSError: the client disconnected or timed out.
     """
     block = bytearray(_BLOCK)
     while True:
@@ -98,7 +98,7 @@ def _answer(client: socket.socket) -> None:
 
 
 def probe_pair(task: Task) -> Finding:
-    """Measure the link to the listener that a task names. Each exchange may take up to 5 s."""
+    """Measure the link to the listener that a task names. Each exchange can take up to 5 s."""
     try:
         figures = _measure(task)
     except (OSError, struct.error) as err:
@@ -156,9 +156,9 @@ def _ping(server: socket.socket) -> tuple[list[float], float]:
 
 
 def _transfer(server: socket.socket, trip_s: float, *, is_upload: bool) -> float:
-    """Return the bandwidth of one direction, in bytes per second.
+    """Return the bandwidth in one direction, in bytes per second.
 
-    If `is_upload`, the listener sends the data and this end receives it.
+    If `is_upload` is true, the listener sends the data and this host receives it.
     """
     length = _SMALLEST
     while (took_s := _pass(server, length, is_upload)) < _ENOUGH_S + trip_s and length < _LARGEST:
@@ -169,7 +169,7 @@ def _transfer(server: socket.socket, trip_s: float, *, is_upload: bool) -> float
 
 
 def _pass(server: socket.socket, length: int, is_upload: bool) -> float:
-    """Transfer `length` bytes once; return how many seconds it took."""
+    """Transfer `length` bytes once; return the duration in seconds."""
     block = bytearray(_BLOCK)
     data = b"" if is_upload else bytes(length)
     began_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Test the disk on which a job keeps its files, by writing, flushing and reading back a file."""
+"""Test the disk on which a job stores its files, by writing, flushing and reading back a file."""
 
 from __future__ import annotations
 

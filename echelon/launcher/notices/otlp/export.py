@@ -1,8 +1,8 @@
 """Export JSON objects from stdin, one per line, over OTLP/HTTP until stdin closes.
 
 `Feed` runs this module as a separate process. Each export is synchronous and takes at most
-OTEL_EXPORTER_OTLP_TIMEOUT. Messages therefore wait only in the pipe and in the feed's queue, which
-are both bounded.
+OTEL_EXPORTER_OTLP_TIMEOUT. Pending data is therefore stored only in the pipe and in the feed's
+queue, which are both bounded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Failures(logging.Handler):
 
     The first failure is reported immediately, and the total at the end.
 
-    The counter is also a logging handler that receives the SDK's messages about failed exports.
+    The counter is also a logging handler that receives the SDK's log records about failed exports.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Exporter:
             self._logger = provider.get_logger(_SCOPE, __version__)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send the notice or the metrics that a message contains."""
+        """Export the notice or the metrics that a JSON object from the launcher contains."""
         if "notice" in message and self._logger is not None:
             self._logger.emit(as_log(message["notice"]))
         elif "metrics" in message and self._metrics is not None:
@@ -126,7 +126,7 @@ class Exporter:
 
 
 def as_metric(metric: Mapping[str, Any], began_ns: int, now_ns: int) -> Metric:
-    """Convert a metric to OpenTelemetry's form. Counters start when the job begins.
+    """Convert a metric to an OpenTelemetry metric. Counters start when the job begins.
 
     Args:
         metric: the fields of `echelon.launcher.notices.metrics.Metric`.
@@ -150,7 +150,7 @@ def as_metric(metric: Mapping[str, Any], began_ns: int, now_ns: int) -> Metric:
 
 
 def as_log(notice: Mapping[str, Any]) -> LogRecord:
-    """Convert a notice to a log event, which also contains the whole notice as JSON."""
+    """Convert a notice to a log record that also contains the complete notice as JSON."""
     event = notice["event"]
     severity = _SEVERITIES.get(event, SeverityNumber.INFO)
     if notice.get("withdrawn"):
@@ -209,7 +209,7 @@ def _reason(text: str) -> str:
 
 
 def main() -> None:
-    """Read messages from stdin, one per line, and export each of them."""
+    """Read the settings from stdin's first line; export the JSON object on each later line."""
     failures = Failures()
     logger = logging.getLogger("opentelemetry")
     logger.addHandler(failures)

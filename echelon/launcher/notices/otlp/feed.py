@@ -1,4 +1,4 @@
-"""Feed the process that exports a job's metrics and notices over OTLP.
+"""Send a job's metrics and notices to the child process that exports them over OTLP.
 
 OpenTelemetry's SDK runs in a child process, so that it cannot affect the launcher. One thread feeds
 the child from a bounded queue. If the child is too slow, notices are dropped and counted, and
@@ -47,8 +47,9 @@ class Feed:
     Args:
         endpoint: the collector's base URL, or "env" for the endpoint in the OTEL_* variables.
         resource: attributes that are sent with all data.
-        snapshot: a function that returns the job's facts, called on the feed's own thread.
-        say: a function that prints a line, called on threads of the feed.
+        snapshot: a function that returns the record of the job's time. It is called on the feed's
+            own thread.
+        say: a thread-safe function that prints a line.
         every_s: the interval between exports of metrics, in seconds.
 
     Raises:
@@ -84,7 +85,7 @@ class Feed:
         self._reader.start()
 
     def send(self, notice: Mapping[str, Any]) -> None:
-        """Queue a notice without blocking; drop it if 64 are already waiting."""
+        """Queue a notice without blocking; drop the notice if 64 are already waiting."""
         try:
             self._waiting.put_nowait(notice)
         except queue.Full:

@@ -1,4 +1,4 @@
-"""Summarise a rank's time as a row of columns, one letter per column."""
+"""Summarize a rank's time as a string with one letter per time interval."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LETTERS = {
 def columns(segments: Sequence[Segment], wall_ns: int, num: int) -> str:
     """Return one letter for each of `num` equal intervals of the time from 0 to `wall_ns`.
 
-    Each letter stands for the category that takes up most of its interval, or is a space if
-    the interval has no segments.
+    Each letter stands for the category that takes up the largest part of the interval. An interval
+    without segments is shown as a space.
 
     Args:
         segments: the segments from `accounting.segments` for one rank.

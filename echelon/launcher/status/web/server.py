@@ -1,8 +1,8 @@
 """Serve the live page and its state as JSON.
 
 On a loopback address, the server answers only requests whose Host header names a loopback host.
-This check protects the page from websites whose names resolve to this machine. On any other
-address, every request needs the token in the printed URL.
+This check protects the page from DNS rebinding, in which a website's name resolves to this machine.
+On any other address, every request needs the token in the printed URL.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SECURITY = {
 
 
 class PageServer:
-    """A server of the live page. It runs until it is closed.
+    """An HTTP server for the live page.
 
     Args:
-        address: the address to bind; an IPv6 address has no brackets.
+        address: the address to bind. An IPv6 address is given without brackets.
         port: the port; 0 means any free port.
         state: a function that returns the state. Only one thread of the server calls it at a time.
 
@@ -56,12 +56,12 @@ class PageServer:
             block_on_close = False
 
             def server_bind(self) -> None:
-                """Bind without looking up this host's name, which may hang."""
+                """Bind without looking up this host's name, because the lookup can hang."""
                 TCPServer.server_bind(self)
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Ignore errors, such as a client that disconnects."""
+                """Ignore errors, for example if a client disconnects."""
 
         def make() -> bytes:
             with lock:
@@ -82,12 +82,12 @@ class PageServer:
     def serve(self, poll_s: float = 0.2) -> None:
         """Serve on the calling thread until `close` is called.
 
-        The server notices the call within `poll_s` seconds.
+        After `close` is called, `serve` returns within `poll_s` seconds.
         """
         self._server.serve_forever(poll_s)
 
     def close(self) -> None:
-        """Stop serving. Call this on a different thread from `serve`."""
+        """Stop serving. Must be called on a different thread than `serve`."""
         self._server.shutdown()
         self._server.server_close()
 
