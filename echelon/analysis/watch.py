@@ -75,10 +75,10 @@ def current(path: Path) -> Evidence:
     if place.incident.kind != "stall":
         return evidence
     live = load_place(rings)
-    return live if has_overtaken(evidence, live) else evidence
+    return live if has_progressed(evidence, live) else evidence
 
 
-def has_overtaken(evidence: Evidence, live: Evidence) -> bool:
+def has_progressed(evidence: Evidence, live: Evidence) -> bool:
     """Return whether every rank has recorded something since the snapshot was taken."""
     return bool(evidence.ranks) and all(
         rank in live.ranks and _recorded(live.ranks[rank]) > _recorded(facts)

@@ -1,4 +1,4 @@
-"""What a job has overtaken no longer counts: a recovered stall, an earlier attempt's incident."""
+"""What a job has left behind no longer counts: a recovered stall, an earlier attempt's incident."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_any_other_end_leaves_the_incident_what_it_is(tmp_path, monkeypatch, cha
 @pytest.mark.parametrize(
     ("steps", "attempt", "origin"), [(2, 0, "incident"), (9, 0, "the final"), (2, 1, "the final")]
 )
-def test_watch_follows_the_rings_that_have_overtaken_an_incident(
+def test_watch_follows_the_rings_that_have_progressed_since_an_incident(
     tmp_path, monkeypatch, steps: int, attempt: int, origin: str
 ) -> None:
     run = tmp_path / "run"

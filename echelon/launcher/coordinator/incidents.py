@@ -110,7 +110,7 @@ class Incidents:
         """Record that the current or most recent stall has cleared."""
         self._observers.tell(StallCleared(attempt=world.number))
         if self._collection is not None:
-            self._collection.is_overtaken = True
+            self._collection.has_progressed = True
             return
         stall = self._last_stall(world)
         if stall is not None:
@@ -126,7 +126,7 @@ class Incidents:
         """
         collection = self._collection
         if collection is not None and collection.kind == "stall":
-            collection.is_overtaken = True
+            collection.has_progressed = True
             return
         stall = self._last_stall(world)
         if stall is not None:
@@ -146,7 +146,7 @@ class Incidents:
         collection = self._collection
         if collection is None or collection.kind != "stall" or collection.is_early:
             return False
-        collection.is_overtaken = False
+        collection.has_progressed = False
         return True
 
     def _has_running_ranks(self, action: decide.CollectIncident) -> bool:
@@ -268,7 +268,7 @@ class Incidents:
         self._collection = None
         self._add(incident, collection.continues)
         is_stall = incident.kind == "stall"
-        incident.recovered = collection.is_survived or (is_stall and collection.is_overtaken)
+        incident.recovered = collection.is_survived or (is_stall and collection.has_progressed)
         incident.ended = ended
         is_due = is_stall or collection.is_survived
         self.verdicts.begin(incident, world.members, is_due=is_due)
@@ -301,7 +301,7 @@ class Incidents:
         self.verdicts.expect_none()
         collection = self._collection
         if world is not None and collection is not None and collection.kind == "stall":
-            lasts = not (collection.is_overtaken and world.records)
+            lasts = not (collection.has_progressed and world.records)
             event = decide.StallExamined(lasts=lasts)
             self._note_examined(world, event, None, is_early=collection.is_early)
         if collection is not None:

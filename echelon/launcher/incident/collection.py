@@ -25,7 +25,7 @@ class Collection:
 
     Attributes:
         waiting: the nodes that have not sent all their dumps yet.
-        is_overtaken: whether ranks have made progress since the collection began.
+        has_progressed: whether ranks have made progress since the collection began.
 
     Raises:
         OSError: the folder cannot be created.
@@ -56,7 +56,7 @@ class Collection:
         self.continues = continues
         self.lost_earlier = lost_earlier or LostEarlier()
         self._set_aside = set_aside or {}
-        self.is_overtaken = False
+        self.has_progressed = False
         self._reason, self._attempt = reason, attempt
         self._files: dict[str, IO[bytes]] = {}
         self._present: set[int] = set()  # ranks whose black box has arrived

@@ -1,7 +1,7 @@
 """Maintain a client's session with echelon's server, and replace a broken link.
 
 `ask` sends a query that is answered immediately. `wait` sends a query that can block and is
-canceled at the deadline. `write` sends a query that is answered only if it is refused.
+cancelled at the deadline. `write` sends a query that is answered only if it is refused.
 
 A query with `can_repeat` is retried over a new link, unless quiet writes might have been lost.
 `ask` retries a query at most once, and `wait` at most twice.

@@ -117,7 +117,7 @@ def test_no_more_than_a_few_stalls_are_kept(tmp_path, monkeypatch, stalls):
         assert len(job.commands(m.Collect, job.other)) == incident + 1
         job.coordinator._world.rule._reported = None
         job.take(job.host, m.Sights(attempt=0, folded=[0, 1, 1, -1, 0, 9, 0], ranks=[]))
-        job.coordinator._incidents._collection.is_overtaken = True
+        job.coordinator._incidents._collection.has_progressed = True
         _harvest(job)
     stalls.append(Stall("rank 0 waits", 0))
     job.look()

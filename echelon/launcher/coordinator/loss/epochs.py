@@ -58,7 +58,7 @@ class PublishedEpochs:
             known: what the ranks have reported.
             joins: the ranks that join in this epoch.
             dismissed: the ranks whose processes must exit instead of joining.
-            withdraws: the earlier epoch whose admissions are canceled; 0 for none.
+            withdraws: the earlier epoch whose admissions are cancelled; 0 for none.
         """
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}
