@@ -51,13 +51,13 @@ def save(
     keep: int = 2,
     timeout_s: float | None = None,
 ) -> PendingSave | None:
-    """Save a state under `path`, which all hosts must share. Collective.
+    """Save a state under `path`, which must be accessible from all hosts. Collective.
 
     A state is a dict, possibly nested, of modules, optimizers, `RandomState`s, objects with
-    `state_dict` and `load_state_dict`, tensors and plain values. Ranks that hold the same tensor
-    verify that their copies are equal, and then split the writing. Each rank writes its own shards.
-    Buffers, extra state and objects' states are saved once if they are equal on all ranks, and
-    otherwise once per rank. Plain values are taken from rank 0, and random states are saved for
+    `state_dict` and `load_state_dict` methods, tensors and plain values. Ranks that hold the same
+    tensor verify that their copies are equal, and then split the writing. Each rank writes its own
+    shards. Buffers, extra state and objects' states are saved once if they are equal on all ranks,
+    and otherwise once per rank. Plain values are taken from rank 0, and random states are saved for
     each rank. An optimizer's parameters take their names from the modules in the same state.
 
     The previous checkpoint remains loadable until the new one is complete. Ranks wait for each
@@ -70,7 +70,7 @@ def save(
         async_op: whether to copy the state and write the copy in the background. An error is raised
             by `wait`, by the next save or by `shutdown`. If none of these raises it, the error
             makes the program fail at exit.
-        keep: how many checkpoints to keep under `path`, including this one.
+        keep: how many versions to keep under `path`, including the new version.
         timeout_s: how long ranks wait for each other in the background; None means the world's
             timeout.
 
@@ -116,7 +116,7 @@ def begin(
 ) -> PendingSave | None:
     """Perform `save`, and call `then` on rank 0 once the version is committed.
 
-    Exceptions raised by `then` are ignored.
+    An OSError or CheckpointError raised by `then` is ignored.
     """
     limit_s = peers.timeout_s if timeout_s is None else timeout_s
     with span("checkpoint", f"save {root}"):
@@ -133,7 +133,7 @@ def begin(
 def _prepare(
     root: Path | Remote, state: Mapping[str, Any], peers: Peers, *, keep: int, timeout_s: float
 ) -> _Job:
-    """Agree with the other ranks on what to save, which rank writes what, and where."""
+    """Agree with the other ranks on what to save, where, and which rank writes which data."""
     doing = f"{root}: not saved"
     agree(peers, _unless_lost(peers, pending.finish()), f"{root}: the save before")
     contents = together(peers, doing, lambda: collect(state, peers.rank))
@@ -327,7 +327,7 @@ class _Announcements:
         self._last = 0
 
     def add(self, order: int, root: Path, step: int | None) -> None:
-        """Announce a committed save, unless a save that began later was committed before it."""
+        """Announce a committed save, unless a save that began later was already announced."""
         with self._lock:
             if order > self._last:
                 self._last = order

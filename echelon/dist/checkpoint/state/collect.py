@@ -54,7 +54,7 @@ class Contents:
         self._paths: set[str] = set()
 
     def set_local(self, path: str, value: Any) -> None:
-        """Stage a value that may differ between ranks."""
+        """Stage a value that might differ between ranks, for a later call of `add_local`."""
         self._local[path] = value
 
     def local_checksums(self) -> dict[str, int]:
@@ -103,7 +103,7 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor, sharded in the same way as the parameter `like` if one is given.
+        """Add a tensor. If a parameter `like` is given, the tensor is sharded in the same way.
 
         Raises:
             ValueError: the tensor cannot be saved.
