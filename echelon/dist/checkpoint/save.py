@@ -40,7 +40,7 @@ _order = itertools.count(1)
 
 
 class _LostPartError(CheckpointError):
-    """Raised when a background save cannot finish because a rank that it needs was lost."""
+    """Raised when a background save cannot finish because a required rank was lost."""
 
 
 def save(
@@ -61,7 +61,7 @@ def save(
     each rank. An optimizer's parameters take their names from the modules in the same state.
 
     The previous checkpoint remains loadable until the new one is complete. Ranks wait for each
-    other for at most the group's timeout, or `timeout_s` in the background.
+    other for at most the group's timeout. In the background, the limit is `timeout_s` instead.
 
     Args:
         path: a folder, created if it does not exist, or the address of a folder in an object store,
@@ -80,7 +80,7 @@ def save(
     Raises:
         TypeError: the state holds something that cannot be saved.
         ValueError: a tensor cannot be saved, or ranks hold different tensors under the same name.
-        CheckpointError: another rank failed or did not arrive, or the previous save is still
+        CheckpointError: another rank failed or did not join, or the previous save is still
             running.
         OSError: this rank could not write its part. The previous version still exists.
 

@@ -94,7 +94,7 @@ def reshard_keeping_memory(module: nn.Module) -> None:
 
     Use this function in programs that gather the whole module in every step, where allocating fresh
     pages costs more than the gather itself. The memory is retained until the units are gathered
-    again and then released in any other way.
+    again and then released by `reshard` or a training step.
     """
     flats = [flat for unit in units_of(module) for flat in unit.flats]
     for flat in flats:

@@ -204,7 +204,7 @@ def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
 def _groups_of(
     group: ProcessGroup | None, mesh: DeviceMesh
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return a mesh's sharding group, and its replication group or None if it has no replicas."""
+    """Return a mesh's sharding group and its replication group, which is None without replicas."""
     if group is not None:
         raise ValueError("group= and mesh= are mutually exclusive")
     if not isinstance(mesh, DeviceMesh) or len(mesh.names) not in (1, 2):

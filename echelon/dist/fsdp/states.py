@@ -32,7 +32,7 @@ class Shard:
         shape: the full parameter's shape.
         dtype: the dtype of the parameter and of its shards.
         start: the index of this rank's first element in the flattened parameter.
-        length: the number of elements on this rank, which may be 0.
+        length: the number of elements on this rank, which can be 0.
         data: [length], a view of the shard's memory; writing to it changes the model.
         parameter: the parameter that the optimizer uses, `[length, 1, ...]`.
         ranks: the global ranks across which the parameter is sharded, in order.

@@ -98,7 +98,7 @@ class Claim:
             return "another host", 0
 
     def _sign(self) -> None:
-        """Record the owner of the folder, so that users and other jobs can identify it."""
+        """Record this process as the owner of the folder, for the error messages of other jobs."""
         with contextlib.suppress(OSError):  # a full disk does not end the claim
             text = json.dumps([socket.gethostname(), os.getpid()]).encode()
             os.ftruncate(self._descriptor, 0)

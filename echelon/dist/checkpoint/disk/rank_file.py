@@ -37,7 +37,7 @@ class RankFileWriter:
         self._checksums: list[int] = []
 
     def append(self, held: Held) -> None:
-        """Write one piece of a tensor. Each further piece requires another call."""
+        """Write one piece of a tensor. A tensor can have several pieces."""
         ranges: tuple[Range, ...] = ()
         if held.length:
             ranges = (

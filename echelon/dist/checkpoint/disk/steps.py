@@ -31,7 +31,7 @@ class StepFolders:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Return the path of a step's checkpoint, which may not exist yet."""
+        """Return the path of a step's checkpoint, which might not exist yet."""
         return step_folders(self.folder).get(step, self.folder / step_name(step))
 
     def look(self) -> list[Found]:

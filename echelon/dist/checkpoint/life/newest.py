@@ -29,8 +29,8 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
         folder: the folder passed to `Keeper`, or the path passed to `save`.
 
     Returns:
-        The path or address of the newest step's checkpoint, or `folder` itself if `save` wrote it.
-        The result can be passed to `load`.
+        The path or address of the newest step's checkpoint, or `folder` itself if it is a
+        checkpoint. The result can be passed to `load`.
 
     Raises:
         CheckpointError: rank 0 could not read the folder.

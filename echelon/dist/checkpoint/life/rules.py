@@ -1,4 +1,4 @@
-"""Decide which checkpoint in a folder is the newest, and which checkpoints may be removed."""
+"""Decide which checkpoint in a folder is the newest, and which checkpoints can be removed."""
 
 from __future__ import annotations
 

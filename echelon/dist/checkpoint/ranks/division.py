@@ -1,10 +1,10 @@
 """Split writing across ranks that hold the same elements, after verifying that their copies match.
 
 [Note: the proof] Tensors with equal names, shapes and ranges are not necessarily replicas. For
-example, each pipeline stage may number its layers from 0. Ranks that seem to hold replicas
+example, each pipeline stage might number its layers from 0. Ranks that seem to hold replicas
 therefore compare checksums, and a difference raises an error that names the tensor and two ranks.
-Replicas of a whole model exchange a few bytes each; ranks with different shards exchange 24 bytes
-per tensor.
+Ranks with replicas of a whole model exchange only a few bytes each. Ranks with different shards
+exchange 24 bytes per tensor.
 """
 
 from __future__ import annotations

@@ -136,9 +136,9 @@ def writing_s() -> float | None:
 
 
 def has_current() -> bool:
-    """Return whether a current save exists: one that is neither superseded nor finished.
+    """Return whether a current save exists, which is a save neither superseded nor finished.
 
-    A save counts as finished after `finish` has waited for it.
+    A save is finished after `finish` has waited for its thread to end.
     """
     return _current is not None
 

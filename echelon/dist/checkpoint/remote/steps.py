@@ -30,7 +30,7 @@ class RemoteSteps:
         self.folder = folder
 
     def path(self, step: int) -> Remote:
-        """Return the path of a step's checkpoint, which may not exist yet."""
+        """Return the path of a step's checkpoint, which might not exist yet."""
         return self.folder / step_name(step)
 
     def look(self) -> list[Found]:

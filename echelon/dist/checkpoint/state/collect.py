@@ -1,8 +1,8 @@
 """Collect the contents of a state: the tensors that this rank holds, and plain values.
 
-Module buffers, modules' extra state and objects' states may differ between ranks, so the ranks
-compare them first. Values that are equal on all ranks are stored once; other values are stored once
-per rank.
+Module buffers, modules' extra state and objects' states can differ between ranks, so the ranks
+first compare these values. Values that are equal on all ranks are stored once. Other values are
+stored once per rank.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Restore:
         unused: stored tensors of the state's modules that this rank does not need.
 
     Raises:
-        ValueError: entries are missing or do not match; the error names the first of them.
+        ValueError: entries are missing or do not match. The error lists the first three problems.
         TypeError: the state is not a dict of entries.
     """
 
@@ -200,7 +200,7 @@ class Restore:
     def _saved_name(self, name: str) -> str:
         """Return the name under which a parameter was saved.
 
-        The saved name may differ for a tied parameter.
+        The saved name can differ from `name` if the parameter is tied.
         """
         return self._source.manifest.aliases.get(name, name)
 

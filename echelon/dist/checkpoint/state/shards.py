@@ -1,7 +1,7 @@
 """Determine which elements of a full tensor this rank holds.
 
-A tensor may be a plain tensor, a shard made by echelon's `fully_shard`, a tensor-parallel slice
-(which may itself be sharded), or a DTensor.
+A tensor can be a plain tensor, a shard made by echelon's `fully_shard`, a tensor-parallel slice
+(which can itself be sharded), or a DTensor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Local(NamedTuple):
 def pieces(tensor: Tensor) -> list[Local]:
     """Return the pieces of a tensor that this rank holds, in ascending order.
 
-    A sharded tensor-parallel slice may have several pieces; any other tensor has one piece.
+    A sharded tensor-parallel slice can have several pieces. Any other tensor has one piece.
 
     Raises:
         ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.

@@ -37,7 +37,7 @@ _installed = False
 
 
 def install() -> None:
-    """Replace the functions of torch that are listed above with versions that handle shards."""
+    """Replace torch functions with versions that handle shards; see this module's docstring."""
     global _installed
     if _installed:
         return

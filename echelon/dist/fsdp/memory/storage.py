@@ -126,7 +126,7 @@ class DeviceStorage(Storage):
     """A storage for a device tensor, resized to zero to release the memory.
 
     Args:
-        releases: the limit on released memory that may still be in use; None means unlimited.
+        releases: the limit on released memory that might still be in use; None means unlimited.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class DeviceStorage(Storage):
         self.tensor.untyped_storage().resize_(0)
 
     def take(self) -> None:
-        """Allocate the memory from the device's caching allocator, unless it is allocated."""
+        """Allocate the memory from the device's caching allocator, if not already allocated."""
         storage = self.tensor.untyped_storage()
         if storage.size() == self._num_bytes:
             return

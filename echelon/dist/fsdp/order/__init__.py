@@ -1,4 +1,4 @@
-"""Decide when units are gathered, released and reduced, for the driver to carry out.
+"""Decide when units are gathered, released and reduced. The driver executes these decisions.
 
     events    a unit's forward begins or ends; the gradients of its outputs, of its inputs or of a
               parameter are ready; autograd ends; a step fails; the program holds or releases units

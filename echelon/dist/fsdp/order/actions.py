@@ -59,7 +59,10 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """An action that blocks until the oldest reduction in progress, that of a unit, is complete."""
+    """An action that blocks until a unit's reduction is complete.
+
+    This reduction is always the oldest reduction in progress.
+    """
 
     entry: Entry
 

@@ -24,7 +24,7 @@ class Residency:
         self._ahead: weakref.WeakSet[Entry] = weakref.WeakSet()
 
     def emit(self, action: Action) -> None:
-        """Append an action to those of the current event."""
+        """Append an action to the actions of the current event."""
         self._actions.append(action)
 
     def take(self) -> list[Action]:

@@ -293,7 +293,10 @@ class Order:
         self._opened = [weakref.ref(one) for one in opened]
 
     def _recording(self, entry: Entry | None = None) -> Recording:
-        """Return the recording of the outermost running forward pass, or else that of `entry`."""
+        """Return the recording of the outermost unit whose forward pass is running.
+
+        If no forward pass is running, the recording of `entry` is returned.
+        """
         opened = self._open()
         outermost = opened[0] if opened else entry
         assert outermost is not None

@@ -1,4 +1,4 @@
-"""Track recorded forward passes that await backward, and select those in an autograd run.
+"""Track recordings of forward passes until their backward passes are complete.
 
 Ranks can delete a recording at different times, so recordings are identified by number. See [Note:
 models that are deleted] in `recording.py`.

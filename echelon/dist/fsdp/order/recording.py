@@ -32,7 +32,7 @@ class Recording:
         begun_before: the units whose forward passes began before the last backward pass.
         partners: the numbers of the recordings that took part in every backward pass of this
             recording; None before the first backward pass.
-        unreduced: the units that may have unreduced gradients from earlier backward passes.
+        unreduced: the units that might have unreduced gradients from earlier backward passes.
     """
 
     number: int

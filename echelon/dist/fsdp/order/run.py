@@ -65,7 +65,10 @@ class Run:
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
-        """Leave the units that were not gathered to the next run, if this run had no gradients."""
+        """Defer the units that were not gathered to the next run.
+
+        This method is called after a run that computed no parameter gradients.
+        """
         for recording in self.recordings:
             recording.ended = {one: None for one in recording.ended if one in self._to_gather}
 

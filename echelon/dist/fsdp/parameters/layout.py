@@ -33,7 +33,7 @@ class Part:
 
     Attributes:
         start: the index of the first element in the flattened parameter.
-        length: the number of elements, which may be 0.
+        length: the number of elements, which can be 0.
         offset: the index of the first element in the rank's chunk.
     """
 

@@ -165,7 +165,7 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Start gathering the unit from all ranks or, if `near` is given, from those ranks.
+        """Start gathering the unit from the ranks of `near`, or from all ranks if `near` is None.
 
         Raises:
             ValueError: a shard was converted or moved.

@@ -58,7 +58,7 @@ class _Run:
 
 
 class Driver:
-    """The driver of one group's units. Only one thread at a time may run a step.
+    """The driver of one group's units. Only one thread at a time can run a step.
 
     Attributes:
         group: the group for gathers.
@@ -66,7 +66,7 @@ class Driver:
         replicas: the ranks that hold the same chunk as this rank, or None.
         order: the `Order`, which decides what to gather, release and reduce.
         units: the units, keyed by number.
-        sizes: the sizes of the units, keyed by number. Some of these units may no longer exist.
+        sizes: the sizes of the units, keyed by number. Some of these units might no longer exist.
         hashes: the running hashes of the order of gathers and of the order of reductions.
         on_event: a function that is called before each forward pass of a unit and on each event of
             a backward pass, or None. It runs on the training thread, or on an autograd thread while
@@ -146,7 +146,7 @@ class Driver:
     def prepare(self, device: torch.device) -> None:
         """Make every group create its device communicators now. Collective.
 
-        Without this call, a group would create its communicator in the middle of a step, where this
+        Without this call, a group would create its communicator in the middle of a step, which
         might block.
         """
         for group in self.groups():
