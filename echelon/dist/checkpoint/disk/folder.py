@@ -410,7 +410,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Return the number in a version's folder name, or 0 if this is not such a name."""
+    """Return a version's number from its folder's name, or 0 if the name is not a version's."""
     hidden = _HIDDEN.fullmatch(name)
     if hidden:
         return int(hidden["number"])

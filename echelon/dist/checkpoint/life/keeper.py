@@ -64,7 +64,7 @@ class Keeper:
             detected.
         keep: the number of most recent complete checkpoints to keep.
         keep_every: an interval in steps. Checkpoints at multiples of this interval are also kept.
-        best: which checkpoint is also kept: the one with the "lowest" or the "highest" score.
+        best: the score, "lowest" or "highest", whose checkpoint is also kept.
         make_room: whether to remove old checkpoints when the disk is full. The newest complete
             checkpoint and the best checkpoint are never removed.
         timeout_s: see `checkpoint.save`.
