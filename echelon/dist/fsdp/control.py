@@ -55,7 +55,7 @@ def unshard(module: nn.Module) -> None:
     """Gather all units in a module, and hold them until `reshard` is called. Collective.
 
     While the units are held, `module.parameters()` returns full parameters, and backward passes
-    accumulate gradients in `.grad`. After these backward passes, call `reduce_gradients` and then
+    accumulate gradients in `.grad`. After the last backward pass, call `reduce_gradients` and then
     `reshard`.
 
     Raises:
