@@ -94,7 +94,7 @@ def _all_versions(path: Path) -> list[Path]:
 
 
 def describe(source: Version) -> list[str]:
-    """Describe each entry of a checkpoint on one line."""
+    """Return the lines that describe a checkpoint: one per entry and one per module tensor."""
     manifest = source.manifest
     num_bytes = sum(file.num_bytes for file in manifest.files.values())
     lines = [f"{source.path}: {num_bytes:,} bytes of tensors, saved by {manifest.world_size} ranks"]

@@ -21,11 +21,11 @@ from echelon.dist.checkpoint.state.plain import TensorAt, unpack
 def export(
     path: str | os.PathLike[str], file: str | os.PathLike[str], key: str | None = None
 ) -> None:
-    """Write the contents of a checkpoint to one file. Only one rank needs to call this.
+    """Write the contents of a checkpoint to one file. Not collective.
 
-    If the file's name ends in .safetensors, the file holds the tensors of one module. Any other
-    file can be read by `torch.load(..., weights_only=True)`; it holds the entry `key` as a
-    state_dict, or a dict of all entries except random states. The file appears atomically.
+    If the file's name ends in .safetensors, the file contains the tensors of one module. Any other
+    file can be read with `torch.load(..., weights_only=True)`, and contains either the entry `key`
+    as a state_dict or a dict of all entries except random states. The file is created atomically.
 
     Args:
         path: the path of the checkpoint, or of one version of it.
@@ -82,7 +82,7 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Map each name under a prefix to its path, or to the lowest rank's path if it has several.
+    """Map each name under a prefix to its path, or to the lowest rank's path if there are several.
 
     The names do not include the prefix.
     """
@@ -130,7 +130,7 @@ def _module(source: Version, prefix: str) -> dict[str, Any]:
 
 
 def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
-    """Return an optimizer's state in torch's form, with numbered parameters."""
+    """Return an optimizer's state in the format of torch, with numbered parameters."""
     values = {
         path.removeprefix(prefix): _resolve(source, unpack(value))
         for path, value in source.manifest.values.items()

@@ -30,15 +30,14 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
     """Fill `state` in place from the checkpoint under `path`, and return it. Collective.
 
     Modules, optimizers, `RandomState`s, objects and tensors in `state` are filled in place. Plain
-    values are replaced, or added if `state` does not contain them. The ranks split the reading of
-    data that they all hold, and each rank reads its own shards. Every block is verified as it is
-    read. If the newest version is damaged, all ranks load the next older version, and rank 0 issues
-    a RuntimeWarning. If `path` names a single version, only that version is tried. The state is
-    checked for mismatches before anything is changed, but an error during reading leaves the state
-    partly filled.
+    values are replaced, or added if `state` does not contain them. Ranks that need the same data
+    split the reading, and the checksum of every block is verified. If the newest version is
+    damaged, all ranks load the next older version, and rank 0 issues a RuntimeWarning. If `path`
+    names a single version, only that version is tried. The state is checked for mismatches before
+    anything is changed, but an error during reading leaves the state partly filled.
 
     Args:
-        path: the path or address passed to `save`, the path of one version in it, a .safetensors
+        path: the path or address passed to `save`, the path of a single version, a .safetensors
             file, or a file written by `torch.save` (a state_dict or a dict of states).
         state: a state with the structure of the saved state, or of a part of it.
 
@@ -88,9 +87,9 @@ def load_source(
     """Fill `state` as `load` does, from a source in another format. Collective.
 
     Args:
-        path: the path to show in errors and in the black box.
-        open_source: a function that opens the source. Every rank calls it with the ranks that take
-            part in the load.
+        path: the path to show in error messages and in the black box.
+        open_source: a function that opens the source. It is called on every rank, and its argument
+            represents the ranks that take part in the load.
         state: the state to fill.
 
     Raises:
@@ -151,11 +150,12 @@ def _read_manifest(path: Path | Remote) -> Manifest:
 
 
 def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
-    """Return the versions that can be loaded, best first.
+    """Return the versions to try to load, in order of preference.
 
     Args:
         path: the path that the caller passed.
-        is_again: whether earlier candidates have failed. If so, the result may be empty.
+        is_again: whether loading has failed before. If True, the result is empty if no version
+            exists; if False, an error is raised.
     """
     try:
         if isinstance(path, Remote):

@@ -40,7 +40,7 @@ _order = itertools.count(1)
 
 
 class _LostPartError(CheckpointError):
-    """Raised when a background save cannot finish because a rank that it needs was lost."""
+    """Raised when a background save cannot finish because a required rank was lost."""
 
 
 def save(
@@ -51,17 +51,17 @@ def save(
     keep: int = 2,
     timeout_s: float | None = None,
 ) -> PendingSave | None:
-    """Save a state under `path`, which all hosts must share. Collective.
+    """Save a state under `path`, which must be accessible from all hosts. Collective.
 
     A state is a dict, possibly nested, of modules, optimizers, `RandomState`s, objects with
-    `state_dict` and `load_state_dict`, tensors and plain values. Ranks that hold the same tensor
-    verify that their copies are equal, and then split the writing. Each rank writes its own shards.
-    Buffers, extra state and objects' states are saved once if they are equal on all ranks, and
-    otherwise once per rank. Plain values are taken from rank 0, and random states are saved for
+    `state_dict` and `load_state_dict` methods, tensors and plain values. Ranks that hold the same
+    tensor verify that their copies are equal, and then split the writing. Each rank writes its own
+    shards. Buffers, extra state and objects' states are saved once if they are equal on all ranks,
+    and otherwise once per rank. Plain values are taken from rank 0, and random states are saved for
     each rank. An optimizer's parameters take their names from the modules in the same state.
 
     The previous checkpoint remains loadable until the new one is complete. Ranks wait for each
-    other for at most the group's timeout, or `timeout_s` in the background.
+    other for at most the group's timeout. In the background, the limit is `timeout_s` instead.
 
     Args:
         path: a folder, created if it does not exist, or the address of a folder in an object store,
@@ -70,7 +70,7 @@ def save(
         async_op: whether to copy the state and write the copy in the background. An error is raised
             by `wait`, by the next save or by `shutdown`. If none of these raises it, the error
             makes the program fail at exit.
-        keep: how many checkpoints to keep under `path`, including this one.
+        keep: how many versions to keep under `path`, including the new version.
         timeout_s: how long ranks wait for each other in the background; None means the world's
             timeout.
 
@@ -80,7 +80,7 @@ def save(
     Raises:
         TypeError: the state holds something that cannot be saved.
         ValueError: a tensor cannot be saved, or ranks hold different tensors under the same name.
-        CheckpointError: another rank failed or did not arrive, or the previous save is still
+        CheckpointError: another rank failed or did not join, or the previous save is still
             running.
         OSError: this rank could not write its part. The previous version still exists.
 
@@ -116,7 +116,7 @@ def begin(
 ) -> PendingSave | None:
     """Perform `save`, and call `then` on rank 0 once the version is committed.
 
-    Exceptions raised by `then` are ignored.
+    An OSError or CheckpointError raised by `then` is ignored.
     """
     limit_s = peers.timeout_s if timeout_s is None else timeout_s
     with span("checkpoint", f"save {root}"):
@@ -133,7 +133,7 @@ def begin(
 def _prepare(
     root: Path | Remote, state: Mapping[str, Any], peers: Peers, *, keep: int, timeout_s: float
 ) -> _Job:
-    """Agree with the other ranks on what to save, which rank writes what, and where."""
+    """Agree with the other ranks on what to save, where, and which rank writes which data."""
     doing = f"{root}: not saved"
     agree(peers, _unless_lost(peers, pending.finish()), f"{root}: the save before")
     contents = together(peers, doing, lambda: collect(state, peers.rank))
@@ -327,7 +327,7 @@ class _Announcements:
         self._last = 0
 
     def add(self, order: int, root: Path, step: int | None) -> None:
-        """Announce a committed save, unless a save that began later was committed before it."""
+        """Announce a committed save, unless a save that began later was already announced."""
         with self._lock:
             if order > self._last:
                 self._last = order

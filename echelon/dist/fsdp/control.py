@@ -55,7 +55,8 @@ def unshard(module: nn.Module) -> None:
     """Gather all units in a module, and hold them until `reshard` is called. Collective.
 
     While the units are held, `module.parameters()` returns full parameters, and backward passes
-    accumulate gradients in `.grad`. Afterwards, call `reduce_gradients` and then `reshard`.
+    accumulate gradients in `.grad`. After the last backward pass, call `reduce_gradients` and then
+    `reshard`.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -89,11 +90,11 @@ def reshard(module: nn.Module) -> None:
 
 
 def reshard_keeping_memory(module: nn.Module) -> None:
-    """Release all units in a module, but keep their memory on the host for the next gather.
+    """Release all units in a module, but retain their host memory for the next gather.
 
     Use this function in programs that gather the whole module in every step, where allocating fresh
-    pages costs more than the gather itself. The memory is kept until the units have been gathered
-    again and released in the ordinary way.
+    pages costs more than the gather itself. The memory is retained until the units are gathered
+    again and then released by `reshard` or a training step.
     """
     flats = [flat for unit in units_of(module) for flat in unit.flats]
     for flat in flats:

@@ -1,4 +1,4 @@
-"""Redistribute a sharded model in place, among the ranks of a new group.
+"""Redistribute a sharded model in place across the ranks of a new group.
 
 The modules, the optimizer's parameters and all hooks remain the same objects.
 """
@@ -18,12 +18,14 @@ from echelon.dist.group import ProcessGroup
 def move(module: nn.Module, group: ProcessGroup, num_replicas: int = 1) -> None:
     """Shard a model's parameters across the ranks of another group. Collective.
 
-    Gradients are dropped, and the shards' values become undefined. The caller must set the values
-    and the optimizer's state through `shards`. The previous group may be broken.
+    Gradients are dropped, and the shards' values become undefined. The caller must then set the
+    values and the optimizer's state through `shards`. The previous group is not used and can be
+    broken.
 
     Args:
         module: a model whose units are all sharded over one group or one mesh. A number passed as
-            `reshard_after_forward` is kept if it divides a replica's size; see `near_size_in`.
+            `reshard_after_forward` is rounded up to a divisor of the size of a replica; see
+            `near_size_in`.
         group: the ranks to shard the parameters across.
         num_replicas: the number of model replicas to split the group into, a divisor of the
             group's size. The ranks of a replica are consecutive.
@@ -60,13 +62,14 @@ def _axes(group: ProcessGroup, num_replicas: int) -> tuple[ProcessGroup, Process
 
 
 def near_size_in(requested: int, group_size: int) -> int:
-    """Return how many neighbouring ranks jointly keep a unit's parameters after forward.
+    """Return how many neighboring ranks jointly keep a unit's parameters after forward.
 
-    This is the smallest divisor of the group's size that is not below the requested number, so no
-    rank keeps a larger fraction than was requested.
+    The result is the smallest divisor of the group's size that is at least the requested number.
+    No rank therefore keeps a larger fraction than requested.
 
     Returns:
-        The number, or 0 if none was requested or only the whole group would be large enough.
+        The number of ranks, or 0 if no number was requested or only the whole group is large
+        enough.
 
     Example:
         >>> near_size_in(2, 4), near_size_in(2, 9), near_size_in(2, 5)

@@ -58,19 +58,20 @@ def fully_shard(
             are sharded along the shard axis and copied along the replicate axis.
         reshard_after_forward: True releases the parameters after forward and gathers them again for
             backward. False keeps the parameters. A number k that divides the group size makes each
-            rank keep 1/k of the parameters, and k neighbouring ranks gather them for backward. The
+            rank keep 1/k of the parameters, and k neighboring ranks gather them for backward. The
             outermost module keeps its parameters if a backward pass follows.
         mp_policy: the dtypes of computation and communication.
-        ignored_params: parameters that are not sharded; the caller must keep them equal on all
+        ignored_params: parameters that are not sharded. The caller must keep them equal on all
             ranks.
         offload_policy: a policy for keeping shards in host memory. If the parameters are already in
             host memory, the policy has no effect, and a warning is issued.
         prefetch: how many units to gather ahead of time while this unit computes.
-        memory_budget_bytes: how much memory all units of the group may use on a rank, beyond that
-            of the unit being computed. One third is for units gathered ahead, one third for
-            gradients being reduced, and one third for idle memory. One unit ahead and one reduction
-            are always allowed. The last number passed applies to the whole group. None means six
-            times the largest unit that contains no other unit, or more if `prefetch` is above 2.
+        memory_budget_bytes: how much memory all units of the group together can use on a rank, in
+            addition to that of the unit being computed. One third is for units gathered ahead, one
+            third for gradients being reduced, and one third for idle memory. One unit ahead and one
+            reduction are always allowed. The last value other than None applies to the whole
+            group. If all calls pass None, the budget is six times the size of the largest unit that
+            contains no other unit, or more if `prefetch` is above 2.
         device: where to allocate parameters that are on the meta device; None means the CPU.
         init: a function that is called with each module whose meta parameters or buffers have been
             allocated, after the module's `reset_parameters()` if it has one. None means that only
@@ -203,7 +204,7 @@ def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
 def _groups_of(
     group: ProcessGroup | None, mesh: DeviceMesh
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the sharding group and the replication group, which is None without replicas."""
+    """Return a mesh's sharding group and its replication group, which is None without replicas."""
     if group is not None:
         raise ValueError("group= and mesh= are mutually exclusive")
     if not isinstance(mesh, DeviceMesh) or len(mesh.names) not in (1, 2):
@@ -216,7 +217,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return how many neighbouring ranks jointly keep the parameters, or 0 if none do."""
+    """Return how many neighboring ranks jointly keep the parameters, or 0 if none do."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:
@@ -228,7 +229,7 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
 
 
 def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
-    """Return the parameters not yet in a unit, and the units whose parameters are reused here."""
+    """Return the parameters not yet in any unit, and other units whose parameters are reused."""
     sources: dict[int, Source] = {}
     within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}

@@ -32,12 +32,12 @@ class Shard:
         shape: the full parameter's shape.
         dtype: the dtype of the parameter and of its shards.
         start: the index of this rank's first element in the flattened parameter.
-        length: the number of elements on this rank, which may be 0.
+        length: the number of elements on this rank, which can be 0.
         data: [length], a view of the shard's memory; writing to it changes the model.
         parameter: the parameter that the optimizer uses, `[length, 1, ...]`.
         ranks: the global ranks across which the parameter is sharded, in order.
-        copies: the ranks that hold this shard, including this rank. The first of these ranks should
-            save the shard.
+        copies: the global ranks that hold this shard, including this rank. To avoid duplicates, the
+            first of these ranks should save the shard.
 
     Example:
         >>> shard = shards(fully_shard(model))["token.weight"]
@@ -185,7 +185,7 @@ def _gather(flat: Flat, rank0_only: bool) -> dict[Member, torch.Tensor]:
 
 
 def install(unit: Unit, modules: Iterable[nn.Module]) -> None:
-    """Hook the modules' `state_dict` and `load_state_dict` so that they work with shards."""
+    """Install hooks that make the modules' `state_dict` and `load_state_dict` handle shards."""
 
     def before_save(*_: Any) -> None:
         _show_shards(unit)

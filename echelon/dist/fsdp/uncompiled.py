@@ -1,4 +1,4 @@
-"""Keep torch.compile from tracing functions that start collectives or keep state.
+"""Prevent torch.compile from tracing functions that start collectives or have internal state.
 
 A call to such a function causes a graph break.
 """

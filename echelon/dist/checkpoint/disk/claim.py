@@ -1,7 +1,8 @@
 """Claim a folder so that only one job at a time can save checkpoints in it.
 
 The claim is a lock (`flock`) on a file in the folder. The lock is released when the process ends,
-even if the process is killed. Forked children close their copies of the lock.
+even if the process is killed. Forked children close their copies of the lock. If the file system
+does not support locks, a warning is issued and the folder is not locked.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ _LOOK_S = 0.1
 
 
 class Claim:
-    """An exclusive claim on a folder by this process, held until `close`.
+    """This process's exclusive claim on a folder, which lasts until `close`.
+
+    If another process holds the lock, the constructor waits for at most `same_host_s` seconds, or
+    `other_host_s` seconds if that process runs on another host.
 
     Raises:
-        CheckpointError: another live process holds the folder.
+        CheckpointError: another process still holds the lock after the wait.
         OSError: the folder cannot be written.
     """
 
@@ -94,7 +98,7 @@ class Claim:
             return "another host", 0
 
     def _sign(self) -> None:
-        """Record the owner of the folder, so that users and other jobs can identify it."""
+        """Record this process as the owner of the folder, for the error messages of other jobs."""
         with contextlib.suppress(OSError):  # a full disk does not end the claim
             text = json.dumps([socket.gethostname(), os.getpid()]).encode()
             os.ftruncate(self._descriptor, 0)

@@ -1,4 +1,4 @@
-"""Define DamagedError, which reports damaged data on disk."""
+"""Define DamagedError, the error for a damaged or missing checkpoint version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from echelon.errors import CheckpointError
 
 
 class DamagedError(CheckpointError):
-    """A file of a committed version is missing, truncated or altered.
+    """A file of a committed checkpoint version is missing, truncated or altered.
 
-    An older version may still be usable.
+    An older version might still be loadable.
     """

@@ -1,6 +1,6 @@
-"""Provide all file-system operations by which a save changes the disk.
+"""Provide all file-system operations that a save uses to create, rename or remove files.
 
-All changes go through this module, so a test can make each of them fail.
+Because all saves use this module, a test can make any of these operations fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
 
 
 class NewFile:
-    """A newly created file. Call `sync` before `close` to make the file survive a power failure."""
+    """A newly created file.
+
+    Call `sync` before `close` to ensure that the file survives a power failure.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +61,7 @@ def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents; the folder may already exist."""
+    """Create a folder and any missing parents, unless the folder already exists."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -85,17 +88,17 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove files; missing files are ignored."""
+    """Remove files, ignoring files that do not exist."""
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Hide a folder from writers by renaming it, and then remove it with its files.
+    """Hide a folder from writers by renaming it, then remove the folder and its files.
 
     Raises:
         FileNotFoundError: the folder does not exist.
-        OSError: the folder cannot be renamed; nothing was removed.
+        OSError: the folder cannot be renamed. In this case, nothing is removed.
     """
     trash = set_aside(path)
     with contextlib.suppress(OSError):  # the next save tries again
@@ -103,7 +106,9 @@ def remove_folder(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Hide a folder by renaming it, and return its new path. The next save removes the folder.
+    """Hide a folder by renaming it, and return the new path.
+
+    The next save removes the hidden folder.
 
     Raises:
         FileNotFoundError: the folder does not exist.

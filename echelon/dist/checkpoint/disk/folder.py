@@ -1,7 +1,9 @@
-"""Store a checkpoint in a folder of numbered versions; the newest complete version is loaded.
+"""Store a checkpoint as numbered versions in a folder.
+
+By default, the newest complete version is loaded.
 
     PATH/000002/rank_00000.bin  ...  manifest  commit
-    PATH/.000003-1f0c9a52e7d8b364.tmp/     being written, or left by a dead job
+    PATH/.000003-1f0c9a52e7d8b364.tmp/     being written, or left behind by a dead job
     PATH/.000001-77ab03c4d5e6f012.trash/   being removed
 
 [Note: when a version counts] A version is written under a hidden name, flushed, renamed to its
@@ -9,11 +11,11 @@ number, and finally given its commit mark, which holds the manifest's checksum. 
 every version without a valid mark. Older versions are removed only after the new version is
 complete, so a complete version always exists.
 
-[Note: stale writers] A writer may outlive its save, for example if the disk hangs past the timeout.
-Every save therefore generates a token, which appears in the hidden folder's name, in each rank's
-index and in the commit mark. A stale writer uses only names inside its own hidden folder, so it
-cannot damage another version. A folder is renamed before its files are removed, so the stale
-writer's next call fails.
+[Note: stale writers] A writer can outlive its save, for example if a write to the disk hangs past
+the timeout. Every save therefore generates a token, which appears in the hidden folder's name, in
+each rank's index and in the commit mark. A stale writer cannot damage another version, because it
+writes only inside its own hidden folder. That folder is renamed before its files are removed, so
+the stale writer's next file-system call fails.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Unfinished:
     def create(cls, root: Path) -> Unfinished:
         """Create the next version's folder and remove leftovers of failed saves.
 
-        The version's number is higher than any other number in the folder.
+        The new version's number is higher than that of every other version in the folder.
         """
         files.make_folder(root)
         number = max((_number(name) for name in _names(root)), default=0) + 1
@@ -87,15 +89,15 @@ class Unfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Yield the version's own folder, in which this rank writes its file."""
+        """Yield the version's own folder, into which this rank writes its file."""
         yield self.path
 
     def publish(self, file: Path, limit_s: float) -> None:  # noqa: ARG002 -- of the interface
-        """Flush the directory entry of this rank's file."""
+        """Flush the directory entry of this rank's file to disk."""
         files.sync_folder(file.parent)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish this rank's part of the manifest. The rank's file must be complete."""
+        """Publish this rank's part of the manifest, after the rank's file is complete."""
         files.write_whole(self.path / INDEX_NAME.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
@@ -103,7 +105,7 @@ class Unfinished:
         files.write_whole(self.path / FAILED_NAME.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
-        """Return a message about the first rank that failed, or None if no rank has failed."""
+        """Return the lowest failed rank and its error as text, or None if no rank has failed."""
         for name in sorted(_names(self.path)):
             if name.endswith(".failed") and not name.startswith("."):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))
@@ -124,7 +126,7 @@ class Unfinished:
         """Make this the newest complete version, then remove all but the newest `keep` versions.
 
         Raises:
-            CheckpointError: a part is missing, is truncated or comes from another save.
+            CheckpointError: a rank's file is missing, truncated or from another save.
             OSError: the disk failed. The version is valid only if its commit mark was written
                 before the failure.
         """
@@ -232,9 +234,10 @@ def marked(root: Path) -> Sequence[Path]:
 
 
 def candidates(path: Path) -> Sequence[Path]:
-    """Return the versions to try, in order of preference; only `path` if it is a version itself.
+    """Return the versions to try to load, in order of preference.
 
-    In a folder with one checkpoint per step, the versions of the highest step come first.
+    If `path` is itself a version, the result contains only `path`. In a folder with one checkpoint
+    per step, the versions of the highest step come first.
 
     Raises:
         CheckpointError: no version was found.
@@ -285,9 +288,10 @@ def read_manifest(version: Path) -> Manifest:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove the versions that are older than the newest `keep` intact ones.
+    """Remove versions that are older than the newest `keep` intact versions.
 
-    A version counts as intact if its files have the right sizes.
+    A version counts as intact if its manifest is valid and its files have the right sizes. Versions
+    that are being read are not removed.
     """
     whole = 0
     for version in reversed(marked(root)):
@@ -304,7 +308,10 @@ def _looks_whole(version: Path) -> bool:
 
 
 def problem_of(version: Path) -> str | None:
-    """Return why a committed version cannot be loaded, or None, without reading tensor data."""
+    """Return why a committed version cannot be loaded, or None if no problem was found.
+
+    The check covers the manifest and the sizes of the files, but not the tensor data.
+    """
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)
@@ -314,14 +321,14 @@ def problem_of(version: Path) -> str | None:
 
 
 def is_of_a_save(path: Path) -> bool:
-    """Return whether a save created this entry of a checkpoint's folder."""
+    """Return whether a file or folder in a checkpoint's folder was created by a save."""
     if _VERSION.fullmatch(path.name):
         return _is_own(path)
     return _HIDDEN.fullmatch(path.name) is not None and not path.is_symlink()
 
 
 def _require_size(path: Path, stored: StoredFile) -> None:
-    """Check a file's size, without relying on a network file system's cache.
+    """Check a file's size without relying on the cache of a network file system.
 
     Raises:
         CheckpointError: the file is missing or has the wrong size.
@@ -352,7 +359,7 @@ def _sweep(root: Path) -> None:
 
 
 def _remove_uncommitted(version: Path) -> None:
-    """Remove a version without a commit mark, unless another job is still saving it."""
+    """Remove a version without a commit mark, unless another job commits it in the meantime."""
     trash = files.set_aside(version)
     with contextlib.suppress(OSError):  # the next save tries again
         if (trash / COMMIT).exists():
@@ -362,7 +369,7 @@ def _remove_uncommitted(version: Path) -> None:
 
 
 def _is_own(version: Path) -> bool:
-    """Return whether a save created a numbered folder."""
+    """Return whether a numbered folder was created by a save."""
     if version.is_symlink():
         return False
     names = _names(version)
@@ -376,7 +383,10 @@ def _is_own(version: Path) -> bool:
 
 
 def _was_never_committed(version: Path) -> bool:
-    """Return whether a version is known to lack a commit mark; False if this is unclear."""
+    """Return whether a version was created by a save but never committed.
+
+    The result is False if this cannot be determined.
+    """
     try:
         (version / COMMIT).read_bytes()
     except FileNotFoundError:
@@ -392,7 +402,7 @@ def _numbered(root: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in a folder, or [] if the folder does not exist."""
+    """Return the names of a folder's entries, or [] if the folder does not exist."""
     try:
         return os.listdir(folder)  # noqa: PTH208 -- one call, which tests count
     except (FileNotFoundError, NotADirectoryError):
@@ -400,7 +410,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Return the number of the version with this name, or 0 if it is not a version's name."""
+    """Return a version's number from its folder's name, or 0 if the name is not a version's."""
     hidden = _HIDDEN.fullmatch(name)
     if hidden:
         return int(hidden["number"])

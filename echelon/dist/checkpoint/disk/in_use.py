@@ -47,7 +47,7 @@ def release(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def alone(mark: Path) -> Iterator[bool]:
-    """Lock out readers within the `with` block; yield False if others are already reading."""
+    """Lock out new readers during the `with` block; yield False if the version is being read."""
     try:
         descriptor = _open(mark)
     except OSError:

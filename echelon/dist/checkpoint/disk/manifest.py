@@ -1,4 +1,4 @@
-"""Define the manifest, which holds the plain values and records where tensors are stored.
+"""Define the manifest, which holds plain values and records where tensors are stored.
 
 A tensor is treated as a sequence of elements in row-major order. Each rank writes parts of tensors
 to its own file, and a `Range` describes each part. A loading rank reads the ranges that overlap the
@@ -49,8 +49,8 @@ def dtype_bytes(dtype: str) -> int:
 class Range:
     """Elements of a tensor that are contiguous in a file, starting at byte `offset`.
 
-    The first elements are [start, start + length). `repeats` describes further groups of `length`
-    elements.
+    The first `length` elements have the indices [start, start + length). `repeats` describes
+    further groups of `length` elements; see `Pattern`.
     """
 
     file: int
@@ -81,7 +81,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file's size, and the CRC-32 of each of its blocks."""
+    """A file's name and size, and the CRC-32 of each of its blocks."""
 
     name: str
     num_bytes: int
@@ -95,11 +95,11 @@ class Manifest:
     Attributes:
         world_size: the number of ranks that saved the checkpoint.
         save: the token of the save.
-        kinds: the kind of each entry of the state: module, optimizer, object, random or value.
+        kinds: the kind of each state entry (module, optimizer, object, random or value).
         tensors: the stored tensors, keyed by a path such as "model/blocks.0.weight".
         aliases: the additional paths of tensors that are stored only once, such as tied weights.
         values: the packed plain values, keyed by path.
-        files: the files, keyed by number.
+        files: the ranks' files, keyed by rank.
     """
 
     world_size: int
@@ -111,7 +111,7 @@ class Manifest:
     files: dict[int, StoredFile] = field(default_factory=dict)
 
     def tensor(self, path: str) -> StoredTensor | None:
-        """Return the tensor stored under a path or an alias."""
+        """Return the tensor stored under a path or an alias, or None if there is none."""
         return self.tensors.get(self.aliases.get(path, path))
 
     def paths(self) -> set[str]:
@@ -280,7 +280,7 @@ def _check_cover(path: str, tensor: StoredTensor) -> None:
 
 
 def _runs(tensor: StoredTensor) -> Iterable[tuple[int, int, int]]:
-    """Return the start, length and file of each contiguous range of a tensor, in order."""
+    """Return the start, length and file of each contiguous range of a tensor, sorted by start."""
     if not any(one.repeats for one in tensor.ranges):
         return ((one.start, one.length, one.file) for one in tensor.ranges)
     columns = [
@@ -301,9 +301,8 @@ Compare = Callable[[Range, Range], bool]  # of one length: whether their bytes a
 def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest:
     """Merge the ranks' parts of a manifest.
 
-    If several ranks stored a plain value under the same path, the lowest rank's value is used.
-
-    If two ranks wrote the same elements, `compare` checks that both copies are equal.
+    If several ranks stored a plain value under the same path, the lowest rank's value is used. If
+    two ranks wrote the same elements, `compare` checks that both copies are equal.
 
     Raises:
         ValueError: the parts contradict each other, or elements are missing.

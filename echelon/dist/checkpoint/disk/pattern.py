@@ -20,7 +20,14 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Ranges of `length` elements: the first starts at `start`; `repeats` describes the others."""
+    """A set of element ranges of equal length at regular intervals.
+
+    Attributes:
+        start: the index of the first element of the first range.
+        length: the number of elements in each range.
+        repeats: (count, distance in elements) pairs, outermost first. Each pair repeats the inner
+            ranges `count` times. If `repeats` is empty, the set contains only one range.
+    """
 
     start: int
     length: int
@@ -38,7 +45,7 @@ class Pattern:
 
     @property
     def stop(self) -> int:
-        """The position after the pattern's last element."""
+        """The index that follows the pattern's last element."""
         return self.start + sum((count - 1) * step for count, step in self.repeats) + self.length
 
     def starts(self) -> Indices:
@@ -75,7 +82,7 @@ def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern
 
     Args:
         shape: the shape of the tensor.
-        box: the selected indices of each dim, in ascending order.
+        box: the selected indices along each dim, in ascending order.
 
     Raises:
         ValueError: the indices of a dim are not evenly spaced.
@@ -92,7 +99,7 @@ def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern
 
 
 def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Return a dim's indices as repeats: (count, distance) pairs, innermost first."""
+    """Return the indices along a dim as (count, distance) pairs, innermost first."""
     edges = np.flatnonzero(np.diff(indices) != 1) + 1
     runs = np.split(indices, edges)
     distances = {int(d) for d in np.diff([run[0] for run in runs])}
@@ -103,7 +110,7 @@ def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _shortest(start: int, repeats: list[tuple[int, int]]) -> Pattern:
-    """Return the shortest pattern that describes `repeats`, ordered from innermost to outermost."""
+    """Return the shortest pattern for `repeats`, a list of pairs with the innermost first."""
     length = 1
     kept: list[tuple[int, int]] = []
     for count, step in repeats:

@@ -37,7 +37,7 @@ class RankFileWriter:
         self._checksums: list[int] = []
 
     def append(self, held: Held) -> None:
-        """Write one piece of a tensor; call again for further pieces of the same tensor."""
+        """Write one piece of a tensor. A tensor can have several pieces."""
         ranges: tuple[Range, ...] = ()
         if held.length:
             ranges = (
@@ -59,7 +59,7 @@ class RankFileWriter:
         return StoredFile(file_name(self._rank), self._num_bytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Close the file, even if it is not finished."""
+        """Close the file, even if `finish` was not called."""
         self._file.close()
 
     def _write(self, data: memoryview) -> None:
@@ -75,10 +75,11 @@ class RankFileWriter:
 
 
 class RankFileReader:
-    """A reader of a rank's file that verifies every block. Not thread-safe.
+    """A reader that verifies each block of a rank's file as it reads the block. Not thread-safe.
 
     Raises:
-        DamagedError: the file is missing, truncated or damaged. Every method may raise this error.
+        DamagedError: the file is missing, truncated or damaged. The constructor and every method
+            that reads can raise this error.
     """
 
     def __init__(self, folder: Any, stored: StoredFile) -> None:

@@ -26,7 +26,7 @@ class Source(Protocol):
     """A source of tensors and values, keyed by path.
 
     Attributes:
-        path: the path to show in errors.
+        path: the path to show in error messages.
         manifest: the description of the contents.
     """
 
@@ -37,7 +37,7 @@ class Source(Protocol):
         """Fill `out` with a tensor's elements, starting at element `start`.
 
         `out` is a 1-D tensor of the stored dtype. If `repeats` is given (see `Pattern`), several
-        ranges are read into `out` one after another.
+        ranges are read consecutively into `out`.
         """
         ...
 
@@ -126,7 +126,7 @@ def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tenso
 
 
 def fill(source: Source, held: Held, path: str) -> None:
-    """Fill `held` with its elements of the tensor stored under `path`.
+    """Fill `held` from the tensor stored under `path`, converting the dtype if necessary.
 
     Raises:
         CheckpointError: the tensor cannot be read.
@@ -144,7 +144,7 @@ def fill(source: Source, held: Held, path: str) -> None:
 
 
 def check_fit(source: Source, held: Held, path: str) -> str | None:
-    """Return why the tensor stored under `path` cannot be loaded into `held`, or None."""
+    """Return why the tensor under `path` cannot be loaded into `held`, or None if it can be."""
     stored = source.manifest.tensor(path)
     if stored is None:
         return f"{path} is not in the checkpoint"
@@ -165,7 +165,7 @@ def require(problems: list[str], path: Path) -> None:
     """Raise an error if any problems were found.
 
     Raises:
-        ValueError: there are problems; the message lists the first of them.
+        ValueError: `problems` is not empty. The error lists the first three problems.
     """
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""

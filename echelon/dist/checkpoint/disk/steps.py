@@ -31,16 +31,16 @@ class StepFolders:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Return the path of a step's checkpoint, which may not exist yet."""
+        """Return the path of a step's checkpoint, which might not exist yet."""
         return step_folders(self.folder).get(step, self.folder / step_name(step))
 
     def look(self) -> list[Found]:
-        """Return the checkpoints found in the folder, in order of step."""
+        """Return the checkpoints found in the folder, in ascending order of step."""
         folders = step_folders(self.folder)
         return [_look(step, folders[step]) for step in sorted(folders)]
 
     def note_score(self, step: int, score: float | None) -> None:
-        """Store a step's score in the step's folder, before the checkpoint is saved.
+        """Store a step's score in the step's folder, or remove a stored score if `score` is None.
 
         Raises:
             OSError: the score cannot be written.

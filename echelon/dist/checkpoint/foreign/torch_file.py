@@ -1,4 +1,4 @@
-"""Load tensors from a file written by `torch.save`, without executing any code in it."""
+"""Load tensors from a file written by `torch.save`, without executing code from the file."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _as_contents(content: dict[str, Any], state: Mapping[str, Any]) -> Contents:
-    """Return a file's contents in the form that `collect` returns."""
+    """Convert the contents of a file to the form that `collect` returns."""
     contents = Contents()
     found = list(entries(state))
     names = parameter_names(found)

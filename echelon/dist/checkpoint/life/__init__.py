@@ -1,1 +1,1 @@
-"""Decide when to save checkpoints, which of them to keep, and which one to load."""
+"""Decide when to save checkpoints, which checkpoints to keep, and which checkpoint to load."""

@@ -3,9 +3,9 @@
     keeper = Keeper("runs/gpt", keep=3, keep_every=1000, best="lowest")
     keeper.save(step, state, async_op=True, score=validation_loss)
 
-[Note: what is removed when] Rank 0 removes a checkpoint only after committing a newer checkpoint.
-The newest complete checkpoint is therefore never removed. If the program sets `make_room`,
-checkpoints are also removed when the disk is full.
+[Note: what is removed when] Rank 0 removes old checkpoints after it commits a new checkpoint and,
+if the program sets `make_room`, when the disk is full. The newest complete checkpoint is never
+removed.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _ClaimedError(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Others:
-    """The saves that are being written on any rank.
+    """The saves that are still in progress on any rank.
 
     Attributes:
-        age_s: the age, in seconds, of the oldest save that was not overtaken; None if all such
-            saves have ended.
-        may_be_overtaken: whether this keeper's next save may overtake that save.
+        age_s: the age, in seconds, of the current save; None if that save has ended on all ranks.
+        may_be_overtaken: whether this keeper's next save is allowed to start without waiting for
+            the current save.
     """
 
     age_s: float | None
@@ -63,18 +63,18 @@ class Keeper:
             in a subfolder `step_<n>`. In an object store, a second job that uses the folder is not
             detected.
         keep: the number of most recent complete checkpoints to keep.
-        keep_every: also keep every checkpoint whose step is a multiple of this number.
-        best: also keep the checkpoint with the "lowest" or "highest" score.
+        keep_every: an interval in steps. Checkpoints at multiples of this interval are also kept.
+        best: the score, "lowest" or "highest", whose checkpoint is also kept.
         make_room: whether to remove old checkpoints when the disk is full. The newest complete
             checkpoint and the best checkpoint are never removed.
-        timeout_s: see `save`.
-        patience_s: how long a background save may run before another save overtakes it. Until then,
-            further background saves are skipped, so that a slow disk does not stall training. After
-            that, the next save starts without waiting, so that a single write that hangs does not
-            stall training either. The overtaken save is completed only if its write ends within
-            `timeout_s` and before the program exits. Only one save at a time can be overtaken: if
-            the second write hangs as well, the next save waits. 0 means that every save waits for
-            the previous save.
+        timeout_s: see `checkpoint.save`.
+        patience_s: how long a background save can run, in seconds, before the next save supersedes
+            it. Until then, further background saves are skipped, so that a slow disk does not stall
+            training. After that, the next save starts without waiting, so that a single write that
+            hangs does not stall training either. The superseded save is completed only if its write
+            ends within `timeout_s` and before the program exits. Only one save at a time can be
+            superseded: if the second write hangs as well, the next save waits. 0 means that every
+            save waits for the previous save.
 
     Raises:
         ValueError: a setting is not valid.
@@ -179,12 +179,12 @@ class Keeper:
                     return False
 
     def wait(self) -> bool:
-        """Wait for any background save; return whether everything is saved. Collective.
+        """Wait for any background save; return whether it succeeded. Collective.
 
-        An overtaken save is not waited for and does not affect the result.
+        A superseded save (see `Keeper`) is ignored. If the save failed, rank 0 issues a warning.
 
         Returns:
-            False if the save failed. After a failure, rank 0 issues a warning.
+            False if the save failed on any rank; True if it succeeded or no save was in progress.
         """
         peers = find(to_write=True)
         if self._patience_s:
@@ -192,7 +192,10 @@ class Keeper:
         return self._settle(peers)
 
     def close(self) -> None:
-        """Allow other jobs to save to the folder. Not collective; safe to call twice."""
+        """Release the folder, so that other jobs can save to it.
+
+        Not collective. Calling this twice is safe.
+        """
         self._is_closed = True
         claim, self._claim = self._claim, None
         if claim is not None:
@@ -219,9 +222,9 @@ class Keeper:
         self._in_background = step if async_op else None
 
     def _is_skipped(self, step: int, peers: Peers, *, async_op: bool) -> bool:
-        """Return whether to skip this save because another is still being written. Collective.
+        """Return whether to skip this save because another save is in progress. Collective.
 
-        If the other save has been running for longer than `patience_s`, this save overtakes it.
+        If the other save has been running for longer than `patience_s`, this save supersedes it.
         """
         if not async_op:
             pending.wait_until_old(self._patience_s)
@@ -240,10 +243,10 @@ class Keeper:
         return False
 
     def _look_at_others(self, peers: Peers) -> _Others:
-        """Exchange the states of the saves that are still being written. Collective.
+        """Exchange the states of the saves that are still in progress. Collective.
 
-        Every rank must call this method at the same point, including a rank that has replaced a
-        lost rank. If the overtaken save has failed, rank 0 issues a warning.
+        Every rank must call this method at the same point in the program, including a rank that has
+        replaced a lost rank. If a superseded save has failed, rank 0 issues a warning.
         """
         is_foreign = pending.has_current() and not pending.is_current(self._pending)
         own = [pending.writing_s(), is_foreign, pending.has_overtaken()]
@@ -258,7 +261,7 @@ class Keeper:
         )
 
     def _report_overtaken(self, peers: Peers, told: Sequence[str | None]) -> None:
-        """Issue a warning on rank 0 if the overtaken save failed on any rank."""
+        """Issue a warning on rank 0 if a superseded save failed on any rank."""
         failed = [f"rank {rank} failed: {said}" for rank, said in enumerate(told) if said]
         if not failed:
             return
@@ -279,7 +282,7 @@ class Keeper:
             raise _ClaimedError(refused, path=str(self.folder))
 
     def _note(self, step: int, score: float | None) -> None:
-        """Prepare the step's folder, and warn if a later step has already been saved."""
+        """Store the step's score, and warn if a later step has already been saved."""
         last = rules.newest(self._steps.look())
         if last is not None and last.step > step:
             self._warn_once(
@@ -335,7 +338,7 @@ class Keeper:
         return any(peers.all_gather(made))
 
     def _give_up_one(self, failed: int | None) -> bool:
-        """Remove one checkpoint except `failed` to free space; return whether one was removed."""
+        """Remove a checkpoint other than `failed` to free space; return whether this succeeded."""
         for step in rules.for_room(self._steps.look(), self.policy):
             if step != failed and not self._is_being_written(step) and self._remove(step):
                 place = self._steps.path(step)

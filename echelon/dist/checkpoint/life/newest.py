@@ -19,7 +19,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
     """Return the newest complete checkpoint in `folder`, or None if none exists. Collective.
 
         if newest("runs/gpt") is not None:
-            state = load("runs/gpt", state)     # the same one, or an older one if it is damaged
+            state = load("runs/gpt", state)     # an older checkpoint if the newest is damaged
 
     Rank 0 searches and sends the result to the other ranks. If no group exists yet, each rank
     searches on its own. A checkpoint counts as complete if it was committed and all its files have
@@ -29,8 +29,8 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
         folder: the folder passed to `Keeper`, or the path passed to `save`.
 
     Returns:
-        The path or address of the newest step's checkpoint, or `folder` itself if `save` wrote it.
-        The result can be passed to `load`.
+        The path or address of the newest step's checkpoint, or `folder` itself if it is a
+        checkpoint. The result can be passed to `load`.
 
     Raises:
         CheckpointError: rank 0 could not read the folder.

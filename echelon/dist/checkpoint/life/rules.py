@@ -1,4 +1,4 @@
-"""Decide which checkpoint in a folder is the newest, and which checkpoints may be removed."""
+"""Decide which checkpoint in a folder is the newest, and which checkpoints can be removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Best: TypeAlias = Literal["lowest", "highest"]
 
 
 class Condition(Enum):
-    """The state that a step's checkpoint appears to be in, judged without reading its data."""
+    """The apparent state of a step's checkpoint, determined without reading tensor data."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"  # it was committed, and files are missing or have another size
@@ -42,9 +42,9 @@ class Policy:
 
     Attributes:
         keep: the number of most recent complete checkpoints to keep.
-        keep_every: also keep every checkpoint whose step is a multiple of this number; None
-            disables this rule.
-        best: also keep the checkpoint with the "lowest" or "highest" score; None disables this
+        keep_every: an interval in steps. Checkpoints at multiples of this interval are also kept.
+            None disables this rule.
+        best: the score, "lowest" or "highest", whose checkpoint is also kept. None disables this
             rule.
     """
 
@@ -70,10 +70,10 @@ def best(found: Sequence[Found], which: Best) -> Found | None:
 
 
 def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list[int]:
-    """Return the steps whose checkpoints may be removed once a save has been committed.
+    """Return, in ascending order, the steps whose checkpoints can be removed after a save.
 
-    The steps are in ascending order. Damaged checkpoints do not count towards `keep`. Recent
-    damaged checkpoints are kept for inspection.
+    Damaged checkpoints do not count toward `keep`. They are retained for inspection until they are
+    older than the newest `keep` complete checkpoints.
     """
     complete = sorted(one.step for one in _complete(found))
     if just_saved not in complete:
@@ -89,7 +89,7 @@ def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list
 
 
 def for_room(found: Sequence[Found], policy: Policy) -> list[int]:
-    """Return the steps that may be removed to free disk space, in order of removal.
+    """Return the steps whose checkpoints can be removed to free disk space, in removal order.
 
     The result never includes the newest complete checkpoint or the best checkpoint. Checkpoints
     kept by `keep_every` are listed last.

@@ -13,12 +13,13 @@ from echelon.dist.checkpoint.ranks.peers import Peers, World, find
 class SaveSchedule:
     """A schedule that decides when to save, at the same steps on all ranks.
 
-    Time is measured on rank 0's clock, from the last step at which a checkpoint was due. With
-    `every_s` and torch.distributed groups, each step costs a small all_gather.
+    Time is measured on rank 0's clock, from the last step at which a checkpoint was due. If
+    `every_s` is set and the ranks communicate through torch.distributed, each step includes a small
+    all_gather.
 
     Args:
-        every_steps: a checkpoint is due after every step whose number is a multiple of this number.
-        every_s: a checkpoint is due once this many seconds have passed.
+        every_steps: the number of steps between checkpoints, counted from step 0.
+        every_s: the number of seconds between checkpoints.
         now: a function that returns the time in seconds; only rank 0's time is used.
 
     Raises:
@@ -58,7 +59,7 @@ class SaveSchedule:
             step: the number of finished steps.
 
         Raises:
-            ValueError: there are several ranks, but `init` was not called.
+            ValueError: the job has several ranks, but `init` was not called.
             CollectiveTimeoutError, PeerLostError, StoreError: the ranks could not agree.
         """
         by_time = self._every_s is not None and self._agreed(self._now() - self._since_s)
@@ -68,7 +69,7 @@ class SaveSchedule:
         return by_time or by_steps
 
     def _agreed(self, passed_s: float) -> bool:
-        """Return rank 0's decision on whether a checkpoint is due by elapsed time. Collective."""
+        """Return whether a checkpoint is due based on rank 0's elapsed time. Collective."""
         assert self._every_s is not None
         if self._agreement is not None and self._agreement.is_closed:  # ranks are lost
             if runtime.is_between_worlds():

@@ -1,10 +1,10 @@
 """Split writing across ranks that hold the same elements, after verifying that their copies match.
 
 [Note: the proof] Tensors with equal names, shapes and ranges are not necessarily replicas. For
-example, each pipeline stage may number its layers from 0. Ranks that seem to hold replicas
+example, each pipeline stage might number its layers from 0. Ranks that seem to hold replicas
 therefore compare checksums, and a difference raises an error that names the tensor and two ranks.
-Replicas of a whole model exchange a few bytes each; ranks with different shards exchange 24 bytes
-per tensor.
+Ranks with replicas of a whole model exchange only a few bytes each. Ranks with different shards
+exchange 24 bytes per tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """The hashes that describe the elements of a tensor that one rank holds."""
+    """Hashes of a tensor's path, its shape and dtype, and the range of elements on one rank."""
 
     path: int
     kind: int
@@ -33,13 +33,14 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Check that entries have the same kind on all ranks, and add the staged values. Collective.
+    """Check that each entry has the same kind on all ranks, and add rank-dependent values.
 
-    Values that differ between ranks are stored once per rank.
+    The staged values (see `Contents.set_local`) are added to `contents`. Values that differ between
+    ranks are stored once per rank. Collective.
 
     Raises:
         ValueError: an entry has a different kind on another rank.
-        CheckpointError: another rank detected such a difference.
+        CheckpointError: another rank detected a difference in kind.
     """
     everyones = peers.all_gather([contents.kinds, contents.local_checksums()])
     together(peers, doing, lambda: _require_kinds(contents.kinds, [one for one, _ in everyones]))
@@ -58,8 +59,8 @@ def divide(
     """Return the pieces of tensors that this rank must write. Collective.
 
     Raises:
-        ValueError: several ranks hold different tensors under the same name.
-        CheckpointError: another rank detected such a difference.
+        ValueError: this rank and another rank hold different tensors under the same name.
+        CheckpointError: another rank detected different tensors under the same name.
     """
     rows = [_row(one) for one in held]
     forms = {one.path: f"{one.dtype}{list(one.shape)}" for one in held}
@@ -111,7 +112,7 @@ def _hash(text: str) -> int:
 
 
 def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
-    """Return every rank's rows.
+    """Return the rows of every rank. Collective.
 
     If several ranks have equal rows, only one of them sends its rows.
     """
@@ -130,7 +131,7 @@ def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
 
 
 def _require_forms(forms: dict[str, str], tables: list[list[_Row]], rank: int) -> None:
-    """Check that no other rank holds a different kind of tensor under the same name."""
+    """Check that tensors with the same name have the same dtype and shape on all ranks."""
     own = {_hash(path): path for path in forms}
     for other, table in enumerate(tables):
         for row in table if table is not tables[rank] else ():
@@ -143,7 +144,7 @@ def _require_forms(forms: dict[str, str], tables: list[list[_Row]], rank: int) -
 
 
 def _require_equal(peers: Peers, doing: str, alike: dict[Holders, list[Held]]) -> None:
-    """Check that tensors held by several ranks are equal."""
+    """Check that tensors held by several ranks are equal. Collective."""
     checksums = {
         ranks: [checksum(one.data) for one in part] for ranks, part in sorted(alike.items())
     }

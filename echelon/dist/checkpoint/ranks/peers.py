@@ -24,14 +24,14 @@ _Result = TypeVar("_Result")
 
 
 class Peers(Protocol):
-    """A set of ranks that exchange small plain objects. Every exchange is collective."""
+    """A set of ranks that exchange plain objects and bytes. Every exchange is collective."""
 
     rank: int
     size: int
     timeout_s: float
 
     def gone(self) -> list[int]:
-        """Return the lost ranks, if the job has continued without them. Not collective."""
+        """Return the ranks that were lost, if the job continued without them. Not collective."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -170,7 +170,7 @@ def find(*, to_write: bool) -> Peers:
     """Return the ranks of this job.
 
     Args:
-        to_write: whether the ranks intend to write, which requires a group.
+        to_write: whether the ranks will write. If the job has several ranks, this requires a group.
 
     Raises:
         ValueError: `to_write` is set and the job has several ranks, but no group exists.
@@ -192,11 +192,9 @@ def find(*, to_write: bool) -> Peers:
 
 
 def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result:
-    """Run `action` on every rank; return this rank's result, or raise if any rank failed.
+    """Run `action` on every rank; return this rank's result, or raise an error if any rank failed.
 
-    Raises:
-        CheckpointError: another rank failed. If this rank failed, its own error is raised.
-        DamagedError: every rank that failed found a damaged file.
+    Collective. See `agree` for the errors.
     """
     error: Exception | None = None
     try:
@@ -208,12 +206,11 @@ def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result
 
 
 def agree(peers: Peers, error: Exception | None, doing: str) -> None:
-    """Raise an error on every rank if any rank failed.
+    """Raise an error on every rank if any rank failed. Collective.
 
-    A rank that failed raises its own error; the other ranks raise an error that names the failed
-    rank.
-
-    If one rank raises a DamagedError, all ranks do, so that all of them try an older version.
+    A rank that failed raises its own error, and the other ranks raise an error that names a failed
+    rank. If every failure is a DamagedError, all ranks raise a DamagedError, so that all of them
+    try an older version. If other errors also occurred, no rank raises a DamagedError.
 
     Raises:
         CheckpointError, DamagedError: another rank failed.

@@ -1,9 +1,10 @@
-"""Run background saves one at a time, in addition to at most one overtaken save.
+"""Run background saves one at a time, in addition to at most one superseded save.
 
-A write may hang while the storage still completes other writes. `overtake` therefore lets the next
-save begin while the current save is still running. The overtaken save is completed if its write
-ends within the save's timeout and before the program exits. Only one save can be overtaken at a
-time: if the next write also hangs, the storage is at fault, and further saves wait.
+A write can hang even though the storage completes other writes. `overtake` therefore lets the next
+save begin before the current save has ended, which makes the current save a superseded save. A
+superseded save is completed if its write ends within the save's timeout and before the program
+exits. Only one save can be superseded at a time. If the next write also hangs, the storage is at
+fault, and further saves wait.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class PendingSave:
         """Block until the checkpoint is complete.
 
         Args:
-            timeout_s: how long to wait; None means the save's own timeout.
+            timeout_s: how long to wait, in seconds; None means the save's own timeout.
 
         Raises:
             CheckpointError: the save was not complete in time, or it failed.
@@ -83,7 +84,7 @@ class PendingSave:
 
     @property
     def _ends_s(self) -> float:
-        """The age, in seconds, at which `wait` gives up by default."""
+        """The age of the save, in seconds, at which `wait` times out by default."""
         return self._timeout_s + _GRACE_S
 
     def _join(self, limit_s: float) -> None:
@@ -102,7 +103,7 @@ class PendingSave:
             self._end_phase()
 
     def _end_phase(self) -> None:
-        """End the phase of this save, unless another thread has ended it."""
+        """End the recorder's span of this save, unless another thread has already ended it."""
         with _lock:
             phase, self._span = self._span, None
         if phase is not None:
@@ -118,8 +119,11 @@ def start(path: str, write: Write, timeout_s: float) -> PendingSave:
     """Start a thread that saves by calling `write`.
 
     Args:
-        write: a function that is called with a deadline on the monotonic clock, and with a function
-            that returns True once the save must stop because the program is exiting.
+        path: the path of the checkpoint, for error messages and the black box.
+        write: a function that performs the save. Its arguments are a deadline on the monotonic
+            clock, and a function that returns True if the save must stop because the program is
+            exiting.
+        timeout_s: the timeout of the save, from which the deadline is computed.
     """
     global _current
     _current = PendingSave(path, write, timeout_s)
@@ -132,20 +136,26 @@ def writing_s() -> float | None:
 
 
 def has_current() -> bool:
-    """Return whether a save, not counting an overtaken save, has not been settled by `finish`."""
+    """Return whether a current save exists, which is a save neither superseded nor finished.
+
+    A save is finished after `finish` has waited for its thread to end.
+    """
     return _current is not None
 
 
 def is_current(save: PendingSave | None) -> bool:
-    """Return whether `save` is the save to which `has_current` refers."""
+    """Return whether `save` is the current save; see `has_current`."""
     return save is not None and save is _current
 
 
 def overtake() -> Exception | None:
-    """Let the next save begin while the current save continues; return its error if it has failed.
+    """Let the next save begin without waiting for the current save, which is thus superseded.
 
-    After this call, no other call waits for the overtaken save. Its phase ends now, so later
-    failures are not attributed to it.
+    The recorder's span of the superseded save is ended, so that later failures are not attributed
+    to this save.
+
+    Returns:
+        The error of the superseded save if it has already failed, otherwise None.
     """
     global _current, _overtaken
     _overtaken, _current = _current, None
@@ -156,12 +166,12 @@ def overtake() -> Exception | None:
 
 
 def has_overtaken() -> bool:
-    """Return whether an overtaken save is still running."""
+    """Return whether a superseded save is still running."""
     return _overtaken is not None and not _overtaken.done
 
 
 def overtaken_error() -> Exception | None:
-    """Return the error of the overtaken save, if it has failed; the error is returned only once."""
+    """Return the error of the superseded save, or None. The error is returned only once."""
     if _overtaken is None or not _overtaken.done:
         return None
     error, _overtaken._error = _overtaken._error, None
@@ -175,13 +185,13 @@ def wait_until_old(age_s: float) -> None:
 
 
 def finish(*, must_end: bool = True) -> Exception | None:
-    """Wait for the background save and return its error; each error is returned only once.
+    """Wait for the current save; return its error, or None. Each error is returned only once.
 
     If the save's thread is still running after the timeout, every call returns an error until the
     thread has ended.
 
     Args:
-        must_end: whether it is an error if the thread is still running after the timeout.
+        must_end: whether to return an error if the thread is still running after the timeout.
     """
     global _current
     pending = _current
@@ -209,10 +219,10 @@ def _finish_at_shutdown() -> None:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Wait for the program's last save, and make the program fail if the save failed.
+    """Wait for the program's last save, and end the program with exit code 1 if the save failed.
 
-    Python ignores exceptions in exit handlers, so on failure this function ends the process itself,
-    after doing the work of echelon's other exit handlers.
+    Python ignores exceptions in exit handlers. On failure, this function therefore shuts down
+    echelon's runtime and ends the process itself.
     """
     error = finish()
     if _overtaken is not None:  # a thread in torch would abort the process while it ends

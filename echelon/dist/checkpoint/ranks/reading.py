@@ -1,8 +1,8 @@
 """Split reads across ranks, so that elements needed by several ranks are read only once.
 
 A line (see `sharing.py`) is read in windows. Each rank of the line reads and checks an equal part
-of every window. An all_gather then exchanges the data that all ranks need, and an all_to_all the
-data that only some ranks need. Data that only one rank needs is read by that rank.
+of every window. The ranks then exchange these parts: with an all_gather if all ranks need the line,
+and with an all_to_all otherwise. Data that only one rank needs is read by that rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WINDOW_BYTES = 64 << 20
 
 
 def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | None:
-    """Fill all tensors and wait for all ranks; return this rank's error, if any. Collective."""
+    """Fill all wanted tensors; return this rank's first error, or None. Collective."""
     reading = _Reading(peers, source)
     if peers.size > 1:
         lines = find_lines(peers, source, wanted)
@@ -112,7 +112,7 @@ class _Reading:
             self.error = raised
 
     def _read(self, line: Line, first: int, out: Tensor) -> None:
-        """Fill `out` with the bytes of a line from position `first`."""
+        """Fill `out` with the bytes of a line, starting at byte `first`."""
         try:
             for piece in line.pieces(first, first + out.numel()):
                 if self.error is None:
@@ -129,7 +129,7 @@ class _Reading:
 
 
 def _put(line: Line, first: int, content: Tensor) -> None:
-    """Copy `content`, the bytes of a line from position `first`, into the line's tensors."""
+    """Copy `content`, the bytes of a line starting at byte `first`, into the line's tensors."""
     for piece in line.pieces(first, first + content.numel()):
         start, length = piece.elements()
         part = content[piece.first - first : piece.last - first].view(piece.dtype)

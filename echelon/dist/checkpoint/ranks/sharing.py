@@ -1,4 +1,4 @@
-"""Arrange the data that several ranks need in contiguous byte sequences, called lines.
+"""Arrange data that several ranks need into contiguous byte sequences called lines.
 
 Each line contains the tensors that one set of ranks needs. If the tensors are replicas of a whole
 model, the set contains all ranks. If they are replicas of a shard, the set contains only the ranks
@@ -25,7 +25,7 @@ Ranks = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """The bytes of a tensor that are at positions `first` to `last` of a line."""
+    """The part of a tensor that occupies the bytes [first, last) of a line."""
 
     held: Held
     path: str
@@ -62,7 +62,7 @@ class Line:
             self.num_bytes += aligned(held.length * dtype.itemsize)
 
     def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        """Yield the pieces that lie between two positions of the line."""
+        """Yield the pieces that occupy the bytes [first, last) of the line."""
         for (held, path), dtype, begin in zip(self.items, self._dtypes, self._begins, strict=True):
             if begin >= last:
                 return

@@ -30,16 +30,16 @@ class RemoteSteps:
         self.folder = folder
 
     def path(self, step: int) -> Remote:
-        """Return the path of a step's checkpoint, which may not exist yet."""
+        """Return the path of a step's checkpoint, which might not exist yet."""
         return self.folder / step_name(step)
 
     def look(self) -> list[Found]:
-        """Return the checkpoints found under the address, in order of their steps."""
+        """Return the checkpoints found under the address, in ascending order of step."""
         steps = sorted(step for name in self.folder.sizes() if (step := step_of(name)) is not None)
         return [self._look(step) for step in steps]
 
     def note_score(self, step: int, score: float | None) -> None:
-        """Store a step's score in the step's folder, before the checkpoint is saved.
+        """Store a step's score in the step's folder, or remove a stored score if `score` is None.
 
         Raises:
             OSError: the score cannot be written.

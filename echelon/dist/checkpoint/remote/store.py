@@ -43,7 +43,7 @@ def place_of(path: str | os.PathLike[str]) -> Path | Remote:
     """Return the local or remote folder that a path or an address refers to.
 
     Raises:
-        ValueError: no installed package supports such an address.
+        ValueError: no installed package supports the address.
     """
     return Remote.at(os.fspath(path)) if is_address(path) else Path(path)
 
@@ -52,10 +52,10 @@ class Remote:
     """A folder in an object store.
 
     Args:
-        address: the folder's full address. It may contain credentials, so it is never shown.
+        address: the folder's full address. It is never shown, because it might contain credentials.
         fs: the `fsspec` file system.
-        root: the folder's name in that file system.
-        patience_s: how long one call may take, including retries.
+        root: the folder's path in the file system.
+        patience_s: the time limit for one call, including retries, in seconds.
     """
 
     def __init__(self, address: str, fs: Any, root: str, patience_s: float = _PATIENCE_S) -> None:
@@ -69,7 +69,7 @@ class Remote:
         """Return the folder at an address.
 
         Raises:
-            ValueError: no installed package supports such an address.
+            ValueError: no installed package supports the address.
         """
         scheme = address.partition("://")[0]
         options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
@@ -88,7 +88,7 @@ class Remote:
         return cls(address, fs, str(root))
 
     def __str__(self) -> str:
-        """Return the address without any user name or key."""
+        """Return the address without credentials."""
         return _USER.sub("://", self.address)
 
     def __truediv__(self, name: str) -> Remote:
@@ -116,7 +116,7 @@ class Remote:
         return self
 
     def sizes(self) -> dict[str, int]:
-        """Return the folder's entries with their sizes, or {} if the folder does not exist."""
+        """Return the size of each entry by name, or {} if the folder does not exist."""
 
         def look() -> list[dict[str, Any]]:
             self._fs.invalidate_cache()
@@ -178,7 +178,7 @@ class Remote:
                 self._call(f"remove {name}", lambda path=path: self._fs.rm_file(path))  # type: ignore[misc]
 
     def remove_folder(self) -> None:
-        """Do nothing, because object stores do not have folders."""
+        """Remove the folder if the store represents folders. All errors are ignored."""
         with contextlib.suppress(Exception):  # of no consequence, in any store
             _bounded(lambda: self._fs.rmdir(self._root), time.monotonic() + self.patience_s)
 

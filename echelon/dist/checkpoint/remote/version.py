@@ -1,4 +1,4 @@
-"""Store a checkpoint in an object store, as numbered versions.
+"""Store a checkpoint as numbered versions in an object store.
 
 ADDRESS/000002-77ab03c4d5e6f012/rank_00000.bin ... manifest, commit
 
@@ -70,7 +70,7 @@ class RemoteUnfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Yield a local folder for the rank's file, which is uploaded later."""
+        """Yield a temporary local folder for the rank's file, which `publish` uploads."""
         with tempfile.TemporaryDirectory(prefix="echelon-checkpoint-") as folder:
             yield Path(folder)
 
@@ -83,7 +83,7 @@ class RemoteUnfinished:
         self.path.upload(file, limit_s)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish this rank's part of the manifest. The rank's file must be complete."""
+        """Publish this rank's part of the manifest, after the rank's file is complete."""
         self.path.write(INDEX_NAME.format(rank), encode(part))
 
     def add_failure(self, rank: int, reason: str) -> None:
@@ -91,7 +91,7 @@ class RemoteUnfinished:
         self.path.write(FAILED_NAME.format(rank), reason.encode())
 
     def failure(self) -> str | None:
-        """Return a message about the first rank that failed, or None if no rank has failed."""
+        """Return the lowest failed rank and its error as text, or None if no rank has failed."""
         for name in sorted(self.path.sizes()):
             if name.endswith(".failed"):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))
@@ -111,7 +111,7 @@ class RemoteUnfinished:
         """Make this the newest complete version, then remove all but the newest `keep` versions.
 
         Raises:
-            CheckpointError: a part is missing, is truncated or comes from another save.
+            CheckpointError: a rank's file is missing, truncated or from another save.
             OSError: the object store failed. The version is valid only if its commit mark was
                 written before the failure.
         """
@@ -160,7 +160,9 @@ def marked(root: Remote) -> list[Remote]:
 
 
 def candidates(place: Remote) -> Sequence[Remote]:
-    """Return the versions to try, in order of preference; only `place` if it is a version itself.
+    """Return the versions to try to load, in order of preference.
+
+    If `place` is itself a version, the result contains only `place`.
 
     Raises:
         CheckpointError: no version was found.
@@ -201,7 +203,10 @@ def read_manifest(version: Remote) -> Manifest:
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded, or None, without reading tensor data."""
+    """Return why a committed version cannot be loaded, or None if no problem was found.
+
+    The check covers the manifest and the sizes of the files, but not the tensor data.
+    """
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:
@@ -209,7 +214,7 @@ def problem_of(version: Remote) -> str | None:
 
 
 def prune(root: Remote, newest: Remote, keep: int) -> None:
-    """Remove incomplete saves, and versions that are older than the newest `keep` intact ones."""
+    """Remove incomplete versions and all versions older than the newest `keep` intact versions."""
     whole = 0
     for version in reversed(versions(root)):
         if COMMIT in version.sizes() and whole < keep:
@@ -262,7 +267,7 @@ class RemoteVersion(Version):
 
 
 class _Reader(RankFileReader):
-    """A reader that reads a rank's object one window at a time."""
+    """A reader of a rank's file that downloads a large range of bytes at a time."""
 
     def __init__(self, version: Remote, stored: StoredFile) -> None:
         self._version = version
@@ -270,7 +275,7 @@ class _Reader(RankFileReader):
         super().__init__(version, stored)
 
     def close(self) -> None:
-        """Discard the data that was read."""
+        """Discard the downloaded data."""
         self._window = (0, b"")
 
     def _open(self) -> int:

@@ -14,9 +14,10 @@ _CHUNK_ROWS = 1 << 13  # 32 MiB on a device, 64 MiB while they are added
 
 
 def checksum(data: Tensor) -> int:
-    """Return a number below 2**64 that is the same for equal tensors.
+    """Return a 32-bit checksum, which is the same for equal tensors on the same kind of device.
 
-    On the CPU, the checksum is the CRC-32 of the bytes. On a device, it is computed from `sums`.
+    On the CPU, the checksum is the CRC-32 of the bytes. On other devices, it is the CRC-32 of
+    `sums`.
     """
     if data.device.type == "cpu":
         return zlib.crc32(as_bytes(data))
@@ -24,10 +25,11 @@ def checksum(data: Tensor) -> int:
 
 
 def sums(data: Tensor) -> Tensor:
-    """Arrange the elements as rows of 1024 32-bit words; return the int64 row and column sums.
+    """Return row and column sums of the elements, arranged as rows of 1024 32-bit words.
 
-    Any change to at most three words changes at least one sum. The result is on the tensor's
-    device, and is about 1/500 of the size of the data.
+    The result is an int64 vector on the tensor's device: the number of bytes, the column sums and
+    the row sums. For a large tensor, the result has about 1/500 of the size of the data. Any change
+    to at most three words changes at least one sum.
     """
     flat = data.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % (4 * _COLUMNS)))

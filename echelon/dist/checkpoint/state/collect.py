@@ -1,8 +1,8 @@
 """Collect the contents of a state: the tensors that this rank holds, and plain values.
 
-Module buffers, modules' extra state and objects' states may differ between ranks, so the ranks
-compare them first. Values that are equal on all ranks are stored once; other values are stored once
-per rank.
+Module buffers, modules' extra state and objects' states can differ between ranks, so the ranks
+first compare these values. Values that are equal on all ranks are stored once. Other values are
+stored once per rank.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Contents:
         self._paths: set[str] = set()
 
     def set_local(self, path: str, value: Any) -> None:
-        """Stage a value that may differ between ranks."""
+        """Stage a value that might differ between ranks, for a later call of `add_local`."""
         self._local[path] = value
 
     def local_checksums(self) -> dict[str, int]:
@@ -103,7 +103,7 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor, sharded in the same way as the parameter `like` if one is given.
+        """Add a tensor. If a parameter `like` is given, the tensor is sharded in the same way.
 
         Raises:
             ValueError: the tensor cannot be saved.

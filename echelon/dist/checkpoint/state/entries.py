@@ -32,8 +32,8 @@ def kind_of(value: Any) -> str:
 def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield each entry's path, kind and value.
 
-    Dicts that hold more than plain values are expanded. A pipeline is returned as a module that
-    contains its stages.
+    Dicts that contain more than plain values are expanded. A pipeline is yielded as a module that
+    contains the pipeline's stages.
 
     Raises:
         TypeError: a key is not a string, or the state is not a dict.

@@ -67,7 +67,7 @@ def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
     """Split the writing of replicas across the ranks that hold them; yield the caller's part.
 
     There are `count` replicas, and the caller holds replica `index`. All parts have about the same
-    number of bytes. A tensor may be split across two parts, unless it has several ranges.
+    number of bytes. A tensor can be split across parts, unless it has several ranges.
     """
     total = sum(one.length * dtype_bytes(one.dtype) for one in held)
     first_byte, last_byte = total * index // count, total * (index + 1) // count

@@ -51,7 +51,7 @@ class RandomState:
             torch.cuda.set_rng_state(_as_tensor(state["cuda"]))
 
     def derive(self, state: dict[str, Any], rank: int) -> None:
-        """Seed the generators from another rank's state."""
+        """Seed the generators from another rank's state and this rank's number."""
         seed = zlib.crc32(rank.to_bytes(8, "little"), zlib.crc32(state["torch"]))
         random.seed(seed)
         np.random.seed(seed)

@@ -51,7 +51,7 @@ class Restore:
         unused: stored tensors of the state's modules that this rank does not need.
 
     Raises:
-        ValueError: entries are missing or do not match; the error names the first of them.
+        ValueError: entries are missing or do not match. The error lists the first three problems.
         TypeError: the state is not a dict of entries.
     """
 
@@ -80,7 +80,7 @@ class Restore:
         self.unused = self._find_unused()
 
     def hand_over(self) -> None:
-        """Copy the loaded values into the optimizers, the objects and the state's own entries."""
+        """Pass the loaded values to the optimizers and objects, and set the plain values."""
         for action in self._handovers:
             action()
         for path, value in self._plain.items():
@@ -126,7 +126,7 @@ class Restore:
         self._handovers.append(lambda: value.load_state_dict(tree))
 
     def _where(self, path: str) -> str:
-        """Return the path of a value that may differ between ranks.
+        """Return the path from which this rank loads a value that can differ between ranks.
 
         If the world size is unchanged, each rank uses its own value. Otherwise all ranks use the
         lowest rank's value.
@@ -200,7 +200,7 @@ class Restore:
     def _saved_name(self, name: str) -> str:
         """Return the name under which a parameter was saved.
 
-        The saved name may differ for a tied parameter.
+        The saved name can differ from `name` if the parameter is tied.
         """
         return self._source.manifest.aliases.get(name, name)
 
@@ -245,7 +245,8 @@ class Restore:
         Args:
             path: the path of the value.
             here: the caller's value, whose tensors and arrays are filled in place.
-            like: a parameter. Tensors of its shape are sharded in the same way.
+            like: the parameter to which the values belong, or None. Optimizer state with one
+                element per element of the parameter is sharded in the same way.
         """
         packed = self._source.manifest.values.get(path)
         if packed is None:
@@ -310,7 +311,7 @@ class Restore:
 
 
 def _load_extra(module: torch.nn.Module, extra: dict[str, Any]) -> None:
-    """Set a module's saved extra state."""
+    """Load saved extra state into a module."""
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module
     wrapped = {plain: name for name, plain in _extra_names(module)}

@@ -1,7 +1,7 @@
 """Determine which elements of a full tensor this rank holds.
 
-A tensor may be a plain tensor, a shard made by echelon's `fully_shard`, a tensor-parallel slice
-(which may itself be sharded), or a DTensor.
+A tensor can be a plain tensor, a shard made by echelon's `fully_shard`, a tensor-parallel slice
+(which can itself be sharded), or a DTensor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Local(NamedTuple):
 def pieces(tensor: Tensor) -> list[Local]:
     """Return the pieces of a tensor that this rank holds, in ascending order.
 
-    A sharded tensor-parallel slice may have several pieces; any other tensor has one piece.
+    A sharded tensor-parallel slice can have several pieces. Any other tensor has one piece.
 
     Raises:
         ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
@@ -56,11 +56,11 @@ def pieces(tensor: Tensor) -> list[Local]:
 
 
 def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
-    """Split tensors of a parameter's shape into the same pieces as the parameter.
+    """Split a tensor of a parameter's shape into the same pieces as the parameter.
 
     Args:
         parameter: the parameter that determines the positions of the elements.
-        data: this rank's tensors of the same shape, such as the parameter's optimizer state.
+        data: this rank's tensor of the same shape, such as the parameter's optimizer state.
 
     Raises:
         ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
@@ -148,7 +148,7 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """Return the tensor that the optimizer uses; for a gathered parameter, this is its shard."""
+    """Return the tensor that the optimizer updates: the shard if the parameter is sharded."""
     member = member_of(tensor)
     return tensor if member is None else member.shard
 

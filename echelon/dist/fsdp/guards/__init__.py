@@ -1,1 +1,1 @@
-"""Adapt or refuse calls that expect full parameters."""
+"""Adapt or reject calls that expect full parameters."""

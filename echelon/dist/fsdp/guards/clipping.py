@@ -2,9 +2,9 @@
 
 Each element of each gradient is counted once. A shard is counted by the rank that holds it. If
 several ranks hold copies of a shard (HSDP) or of an unsharded parameter, each rank counts an equal
-fraction of it. If the units are sharded over several groups (as with experts), the norm is summed
-over the group that contains all of their ranks. The argument `over` adds ranks that hold other
-parameters (as with pipeline stages).
+fraction of it. If units are sharded over several groups, for example because of experts, the norm
+is summed over the group that contains all of their ranks. The argument `over` adds ranks that hold
+other parameters, such as the ranks of other pipeline stages.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ def clip_grad_norm_(
         parameters: the sharded model, or some of its parameters.
         max_norm: the upper bound on the norm. If the bound is infinite, gradients are never scaled.
         norm_type: 2.0, another positive number, or infinity.
-        over: a group of all ranks that hold any of the model's parameters, including other pipeline
-            stages or experts. None means the largest group over which parameters are sharded.
+        over: a group of all ranks that hold any of the model's parameters, including those of other
+            pipeline stages or experts. None means the largest group over which parameters are
+            sharded.
         replicas: the ranks that hold equal copies of the unsharded parameters. None means the
             largest group over which parameters are sharded, if any.
-        aliases: parameters to scale but not to count, because another rank counts them. An example
-            is the second copy of a tied embedding.
+        aliases: parameters whose gradients are scaled here but counted by another rank, such as the
+            second copy of a tied embedding.
 
     Returns:
         The norm before scaling, which is equal on all ranks of `over`.
@@ -85,7 +86,7 @@ def clip_grad_norm_(
 
 
 def _owner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose `.grad` the optimizer uses, which may be a shard."""
+    """Return the tensor whose `.grad` the optimizer uses, which can be a shard."""
     member = member_of(parameter)
     return parameter if member is None else member.shard
 
@@ -163,7 +164,7 @@ def _share(owner: torch.Tensor, over: ProcessGroup | None, replicas: ProcessGrou
 
 
 def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> torch.Tensor:
-    """Return the greatest absolute value, or the weighted sum of powers, as float64 [1]."""
+    """Return this rank's largest absolute value or weighted sum of powers, as float64 [1]."""
     by_device: dict[torch.device, list[tuple[torch.Tensor, float]]] = {}
     for grad, share in counted:
         by_device.setdefault(grad.device, []).append((grad, share))
@@ -185,7 +186,7 @@ def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> tor
 
 
 def _total(over: ProcessGroup | None, mine: torch.Tensor, norm_type: float) -> float:
-    """Return the sum or maximum of all ranks' values, after synchronizing with the device."""
+    """Return the sum or maximum of all ranks' values. Collective; synchronizes with the device."""
     values = mine
     if over is not None and over.size > 1:
         values = mine.new_empty(over.size)

@@ -3,8 +3,8 @@
 An optimizer that treats each element independently (SGD, Adam, ...) gives the same result on shards
 as on unsharded parameters. An optimizer that uses a parameter's shape, rows or norms (Muon,
 Adafactor, LAMB, ...) would silently compute wrong results. Every optimizer is therefore checked
-before its first step on shards. Torch's own optimizers are listed here, and other optimizers are
-tested on a small parameter. A class that assembles full parameters itself sets the attribute
+before its first step on shards. This module lists torch's own optimizers, and tests all others on a
+small parameter. A class that assembles full parameters itself sets the attribute
 `handles_shards = True` (see `echelon.train.optimizers.Muon`).
 """
 
@@ -33,7 +33,7 @@ _installed = False
 
 
 def install() -> None:
-    """Install a check that runs before the first step of every optimizer."""
+    """Install a check that runs before every optimizer's steps on shards."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(uncompiled(_before_step))

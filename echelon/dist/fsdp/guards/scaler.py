@@ -34,9 +34,10 @@ class GradScaler:
         growth_factor: the factor by which the scale grows.
         backoff_factor: the factor by which the scale is multiplied after an overflow.
         growth_interval: the number of consecutive finite steps before the scale grows.
-        over: a group of all ranks that hold any of the model's parameters, including other pipeline
-            stages, experts and replicas. None means the ranks that hold the optimizer's parameters.
-        enabled: if False, nothing is scaled and every step is taken.
+        over: a group of all ranks that hold any of the model's parameters, including those of other
+            pipeline stages, experts and replicas. None means the ranks that hold the optimizer's
+            parameters.
+        enabled: whether to scale. If False, the scaler changes nothing and skips no steps.
 
     Raises:
         ValueError: an argument is invalid.
@@ -92,14 +93,14 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer) -> bool:
         """Divide an optimizer's gradients by the scale in place, and check for overflows.
 
-        Collective among all ranks that hold parameters. The method synchronizes with the device
-        once.
+        Collective among the ranks of `over` or, by default, all ranks that hold parameters. The
+        method synchronizes with the device once.
 
         Returns:
             Whether all gradients are finite on all ranks.
 
         Raises:
-            ValueError: the method was called twice in a step, or a gradient is float16.
+            ValueError: the method was called twice in one step, or a gradient is float16.
             CollectiveError: a rank was lost or did not join.
         """
         if not self.enabled:
@@ -122,7 +123,7 @@ class GradScaler:
         return not overflow
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call `optimizer.step` and return its result. If any rank had an overflow, do nothing."""
+        """Call `optimizer.step` and return its result, or skip it if any rank had an overflow."""
         if self.enabled and id(optimizer) not in self._overflowed:
             self.unscale_(optimizer)
         if self._overflowed.get(id(optimizer), False):
@@ -153,12 +154,12 @@ class GradScaler:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
 
-        Between `update` and `unscale_`, the state is the same on all ranks.
+        The state is the same on all ranks if no step is in progress.
         """
         return {"scale": self._scale, "num_finite": self._num_finite}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a saved state. This scaler keeps its own growth and backoff settings."""
+        """Load a saved state. The growth and backoff settings are not changed."""
         self._scale, self._num_finite = float(state["scale"]), int(state["num_finite"])
         self._overflowed.clear()
 

@@ -1,19 +1,19 @@
 """Adapt common torch functions so that they treat shards correctly.
 
-To torch, a shard is an ordinary parameter. Torch's functions would therefore give wrong results,
-such as the norm of one rank's shards. After the first `fully_shard`, the following functions either
-handle shards correctly or refuse them:
+To torch, a shard is an ordinary parameter. Torch's functions would therefore return wrong results,
+for example the norm of only one rank's shards. After the first `fully_shard`, the following
+functions either handle shards correctly or raise an error:
 
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
-    torch.nn.utils.get_total_norm       refused for gradients of shards: their group is not known
-    torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none does
-    torch.autograd.backward             `inputs=` may contain shards (also in `Tensor.backward`);
-                                        refused under Compiled Autograd
-    torch.autograd.grad                 refused for shards, because it would return only one rank's
-                                        gradients
-    nn.Module.zero_grad                 also clears gradients waiting in gathered parameters
+    torch.nn.utils.get_total_norm       error for gradients of shards, whose group is unknown
+    torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none of them
+    torch.autograd.backward             `inputs=` can contain shards (also in `Tensor.backward`);
+                                        error under Compiled Autograd
+    torch.autograd.grad                 error for shards, because the result would contain only one
+                                        rank's gradients
+    nn.Module.zero_grad                 also clears unreduced gradients of gathered parameters
 
-Models without shards use torch's own functions.
+For models without shards, torch's original functions are called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _installed = False
 
 
 def install() -> None:
-    """Replace functions of torch with guarded versions."""
+    """Replace torch functions with versions that handle shards; see this module's docstring."""
     global _installed
     if _installed:
         return
@@ -145,8 +145,8 @@ def _autograd_is_compiled() -> bool:
 def _refuse_units(roots: Any) -> None:
     """Raise a ValueError if a backward pass under Compiled Autograd would reach a unit.
 
-    Compiled Autograd extracts all saved tensors before the first hook runs, when the unit has not
-    been gathered yet.
+    Compiled Autograd extracts all saved tensors before the first hook runs. At this point, the unit
+    is not yet gathered.
     """
     edges = roots if isinstance(roots, (list, tuple)) else [roots]
     nodes = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in edges]

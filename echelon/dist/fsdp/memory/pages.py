@@ -1,9 +1,9 @@
 """Move physical memory from a released unit to a unit that is being gathered.
 
-Memory that is returned to the system is zeroed when it is allocated again, which takes as long as a
-gather. Instead, the pages of a released unit are remapped (mremap) to the addresses of the next
-unit of the same size. For 64 MB in huge pages, remapping takes 70 us and zeroing takes 3 ms. The
-budget limits how much idle memory is kept.
+Memory that is returned to the operating system is zeroed when it is allocated again, and zeroing
+takes as long as a gather. Instead, the pages of a released unit are remapped (mremap) to the
+addresses of the next unit of the same size. For 64 MB in huge pages, remapping takes 70 us and
+zeroing takes 3 ms. The budget limits how much idle memory is retained.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MAY_MOVE, _FIXED, _DO_NOT_UNMAP = 1, 2, 4  # of <sys/mman.h>; the last since Li
 
 
 class Pages:
-    """The idle memory of released storages, which is still mapped at their addresses.
+    """The idle memory of released storages, which is still mapped at the storages' addresses.
 
     Args:
-        limit: a function that returns how many bytes may be idle. None limits the idle memory to
-            what other storages can use.
+        limit: a function that returns the maximum number of idle bytes. Without a limit, memory is
+            retained only if another storage can use it.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None) -> None:
@@ -38,7 +38,7 @@ class Pages:
         self._alike[storage.num_bytes] += 1
 
     def keep(self, storage: HostStorage) -> bool:
-        """Keep a storage's memory for another storage; return whether the memory was kept."""
+        """Retain a storage's memory for another storage; return whether the memory was retained."""
         size = storage.num_bytes
         same = sum(one.num_bytes == size for one in self._idle)
         if same >= self._alike[size] - 1 or not self._has_room(storage) or _mremap() is None:

@@ -1,6 +1,6 @@
-"""Track device memory that was released while kernels may still be using it.
+"""Track device memory that was released while kernels might still be using it.
 
-The host runs ahead of the device. It may release a unit and gather the next units before the first
+The host runs ahead of the device. It can release a unit and gather the next units before the first
 unit's kernels have run, so that many units occupy memory at the same time. A gather that would
 exceed the limit blocks until the device has completed earlier work.
 """
@@ -15,10 +15,11 @@ import torch
 
 
 class Releases:
-    """A limit on memory that was released but may still be in use.
+    """A limit on memory that was released but might still be in use.
 
     Args:
-        limit: a function that returns the limit in bytes. The limit may be exceeded by one unit.
+        limit: a function that returns the limit in bytes. A unit that is larger than the limit is
+            still allocated, but only after all earlier work is complete.
         device_module: a function that returns the torch module for a device, such as `torch.cuda`.
     """
 
@@ -33,11 +34,11 @@ class Releases:
 
     @property
     def num_bytes(self) -> int:
-        """The number of released bytes that may still be in use."""
+        """The number of released bytes that might still be in use."""
         return sum(num_bytes for _, num_bytes in self._pending)
 
     def add(self, num_bytes: int, device: torch.device) -> None:
-        """Record a release of memory that work on the current stream may still be using."""
+        """Record the release of memory that work on the current stream might still be using."""
         module = self._device_module(device)
         if self._is_capturing(module):
             return  # a captured graph has memory of its own, and no event of it ever happens
@@ -46,7 +47,7 @@ class Releases:
         self._pending.append((event, num_bytes))
 
     def make_room(self, num_bytes: int) -> None:
-        """Block until the pending bytes plus `num_bytes` are within the limit."""
+        """Block until `num_bytes` fit within the limit, or no released memory is in use."""
         while self._pending and self.num_bytes + num_bytes > self._limit():
             event, _ = self._pending.popleft()
             event.synchronize()

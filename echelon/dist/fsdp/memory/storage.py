@@ -1,9 +1,9 @@
 """Provide memory that can be released and allocated again behind the same tensor.
 
-Autograd keeps views of a unit's gathered parameters from forward to backward, so the tensor must
+Autograd holds views of a unit's gathered parameters from forward to backward, so the tensor must
 not be replaced when its memory is released. On the CPU, the memory is an anonymous mapping whose
-pages are returned to the system. On a device, the memory is a storage that is resized to zero and
-back.
+pages are returned to the operating system. On a device, the memory is a tensor storage that is
+resized to zero and back.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Memory:
     """The memory that the units of one group share and reuse.
 
     Args:
-        limit: a function that returns the limit in bytes for idle memory on the host, or for
-            released memory still in use on a device.
+        limit: a function that returns the limit, in bytes, on idle memory of the host or on
+            released memory that is still in use on a device.
 
     Attributes:
         pages: the idle memory on the host.
         pool: the buffers for reductions.
-        releases: the released memory of a device.
+        releases: the limit on device memory that was released but might still be in use.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:
@@ -58,8 +58,8 @@ class Storage:
         """Release the memory, except for some ranges.
 
         Args:
-            keep: ranges of elements whose pages are kept, as (first, last) in ascending order.
-                Supported only on the host.
+            keep: ranges of elements to retain, as (first, last) pairs in ascending order. Supported
+                only on the host.
         """
         raise NotImplementedError
 
@@ -126,7 +126,7 @@ class DeviceStorage(Storage):
     """A storage for a device tensor, resized to zero to release the memory.
 
     Args:
-        releases: the limit on released memory that may still be in use; None means unlimited.
+        releases: the limit on released memory that might still be in use; None means unlimited.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class DeviceStorage(Storage):
         self.tensor.untyped_storage().resize_(0)
 
     def take(self) -> None:
-        """Allocate the memory again from the device's caching allocator."""
+        """Allocate the memory from the device's caching allocator, if not already allocated."""
         storage = self.tensor.untyped_storage()
         if storage.size() == self._num_bytes:
             return
@@ -188,13 +188,13 @@ class Pool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Put a tensor from `acquire` back into the pool."""
+        """Return a tensor obtained from `acquire` to the pool."""
         raw = self._lent.pop(buffer.data_ptr(), None)
         if raw is not None:  # else lent before `clear`
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Drop all unused buffers. Buffers in use do not return to the pool."""
+        """Drop all unused buffers. Buffers that are in use are not returned to the pool later."""
         self._free.clear()
         self._lent.clear()
 

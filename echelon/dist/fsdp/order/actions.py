@@ -10,7 +10,7 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """An action that starts gathering a unit, from neighbouring ranks if `near` is set."""
+    """An action that starts gathering a unit, from neighboring ranks if `near` is set."""
 
     entry: Entry
     near: bool
@@ -27,7 +27,7 @@ class Wait:
 class Release:
     """An action that releases a unit's parameters.
 
-    If `keep_near` is set, the range that this rank keeps for neighbouring ranks is not released.
+    If `keep_near` is set, the range that this rank keeps for neighboring ranks is not released.
     """
 
     entry: Entry
@@ -44,7 +44,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """An action that keeps a gradient on this rank without reducing it."""
+    """An action that stores a gradient on this rank without reducing it."""
 
     entry: Entry
     member: Hashable
@@ -59,7 +59,10 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """An action that blocks until a unit's reduction, the oldest in progress, is complete."""
+    """An action that blocks until a unit's reduction is complete.
+
+    This reduction is always the oldest reduction in progress.
+    """
 
     entry: Entry
 
@@ -77,7 +80,7 @@ class Exchange:
 class Abandon:
     """An action that cleans up a unit after a failed step.
 
-    It waits for gathers of the unit, releases the unit and drops its gradients.
+    The driver waits for gathers of the unit, releases the unit and drops its gradients.
     """
 
     entry: Entry
@@ -85,7 +88,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """An action that releases idle memory, and reduction buffers too if `all_buffers` is set."""
+    """An action that releases idle memory and, if `all_buffers` is set, reduction buffers."""
 
     all_buffers: bool = False
 

@@ -1,9 +1,9 @@
-"""Limit the memory that sharding may use beyond that of the unit being computed.
+"""Limit the memory that sharding uses in addition to that of the unit being computed.
 
 A third of the budget is reserved for each of three uses: units gathered ahead, gradients being
 reduced, and idle memory for the next gather. Decisions depend only on the sizes and the order of
-the units, so all ranks make the same decisions. One unit may always be gathered ahead, and one
-reduction may always be in progress while the next one begins.
+the units, so all ranks make the same decisions. Regardless of the budget, one unit can always be
+gathered ahead, and one reduction can be in progress when the next reduction begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The properties of a unit that determine the default budget, kept after it is deleted."""
+    """A copy of a unit's `Sized` properties, which remains after the unit is deleted."""
 
     num_bytes: int
     gradient_bytes: int
@@ -44,11 +44,11 @@ class Size:
 
 
 class Budget:
-    """The number of bytes that all units of a group may use on one rank.
+    """The number of bytes that all units of a group together can use on one rank.
 
     Args:
-        num_bytes: the budget. None means six times the largest unit that contains no other unit, or
-            a larger multiple if more than two units are to be gathered ahead.
+        num_bytes: the budget. None means six times the size of the largest unit that contains no
+            other unit, or a larger multiple if more than two units are gathered ahead.
     """
 
     def __init__(self, num_bytes: int | None = None) -> None:
@@ -65,13 +65,23 @@ class Budget:
 
     @property
     def third(self) -> int:
-        """The number of bytes available for each of the three uses."""
+        """The number of bytes in each third of the budget."""
         return self._default_third if self.num_bytes is None else self.num_bytes // 3
 
     def allows_ahead(self, ahead_bytes: int, more_bytes: int) -> bool:
-        """Return whether a unit may be gathered ahead while other units occupy `ahead_bytes`."""
+        """Return whether another unit can be gathered ahead.
+
+        Args:
+            ahead_bytes: the size in bytes of the units that are already gathered ahead.
+            more_bytes: the size in bytes of the other unit.
+        """
         return not ahead_bytes or ahead_bytes + more_bytes <= self.third
 
     def allows_reduction(self, under_way: Sequence[int], more_bytes: int) -> bool:
-        """Return whether a reduction may begin while others of the given sizes are in progress."""
+        """Return whether a reduction of `more_bytes` can begin while others are in progress.
+
+        Args:
+            under_way: the sizes in bytes of the reductions in progress.
+            more_bytes: the size in bytes of the new reduction.
+        """
         return len(under_way) <= 1 or sum(under_way) + more_bytes <= self.third

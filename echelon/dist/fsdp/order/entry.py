@@ -15,10 +15,10 @@ UNWATCHED = 0  # a call of which no input has a gradient
 
 
 class State(enum.Enum):
-    """The residency of a unit's parameters in memory.
+    """The parts of a unit's parameters that are in memory on this rank.
 
     SHARDED: only this rank's chunks are in memory. NEAR: the range that this rank contributes to a
-    gather among neighbouring ranks is also in memory. GATHERING: a gather is in progress, and
+    gather among neighboring ranks is also in memory. GATHERING: a gather is in progress, and
     memory for all parameters is allocated. WHOLE: all parameters are in memory.
     """
 
@@ -29,7 +29,7 @@ class State(enum.Enum):
 
 
 class Facts(Protocol):
-    """Facts about a unit that may change between events."""
+    """Properties of a unit that can change between events."""
 
     @property
     def trains(self) -> bool:
@@ -51,16 +51,17 @@ class Facts(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """The record that `Order` keeps of one unit; see [Note: ownership].
+    """The record that `Order` keeps of one unit; see [Note: ownership] in `recording.py`.
 
     Attributes:
         number: the unit's index within its group.
-        name: the unit's name in messages.
+        name: the unit's name in error messages.
         num_bytes: the size of the gathered parameters.
         gradient_bytes: the size of the buffer used to reduce the gradients.
         depth: how many units are gathered ahead while this unit computes.
         reshard: whether the unit is released after forward.
-        has_near: whether a range of the unit is kept after forward, for the gather in backward.
+        has_near: whether a range of the unit remains in memory after forward, for the gather among
+            neighboring ranks in backward.
         outer: whether the unit contains other units.
         borrowed: the units whose parameters this unit also uses.
         borrowers: the units that use this unit's parameters.
@@ -72,7 +73,7 @@ class Entry:
         held: whether the program holds the unit in memory. If so, training steps neither release
             nor reduce it.
         sync: whether the backward pass reduces the unit's gradients.
-        calls: the forward calls whose backward pass is not complete.
+        calls: the numbers of the forward calls whose backward pass is not complete.
         is_unwatched: whether the end of some call's backward pass cannot be observed, because none
             of the call's inputs requires a gradient.
         missing: the parameters without a gradient in this backward pass; None if no gradient has

@@ -12,7 +12,7 @@ from echelon.dist.fsdp.order.entry import Entry, State
 
 
 class Residency:
-    """The units' residency in memory, and the actions emitted for the current event.
+    """The record of which units are in memory, and the actions emitted for the current event.
 
     Attributes:
         budget: the memory budget.
@@ -24,7 +24,7 @@ class Residency:
         self._ahead: weakref.WeakSet[Entry] = weakref.WeakSet()
 
     def emit(self, action: Action) -> None:
-        """Append an action to the current event."""
+        """Append an action to the actions of the current event."""
         self._actions.append(action)
 
     def take(self) -> list[Action]:
@@ -49,7 +49,7 @@ class Residency:
             entry.state = State.GATHERING
 
     def gather_ahead(self, entry: Entry, following: Sequence[Entry]) -> None:
-        """Start gathering the units that follow a unit, within its depth and the budget.
+        """Start gathering the first `entry.depth` units of `following`, within the budget.
 
         The method stops at the first unit that exceeds the budget.
         """
@@ -93,14 +93,17 @@ class Residency:
 
 
 class Reductions:
-    """The reductions of one autograd run, kept within the budget."""
+    """The reductions of one autograd run, limited by the budget."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._under_way: deque[Entry] = deque()
 
     def begin(self, entry: Entry) -> None:
-        """Reduce a unit's gradients. If the budget requires it, complete older reductions first."""
+        """Start reducing a unit's gradients.
+
+        If the budget requires it, older reductions are completed first.
+        """
         budget = self._residency.budget
         while not budget.allows_reduction(
             [one.gradient_bytes for one in self._under_way], entry.gradient_bytes

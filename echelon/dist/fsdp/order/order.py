@@ -4,9 +4,9 @@
 the next units ahead of time. The records are the same on all ranks, so all ranks gather the same
 units.
 
-[Note: when a step fails] An exception may leave a unit's forward or backward pass unfinished.
-At the unit's next forward pass, the order starts over: it waits for gathers in progress, releases
-all units, and drops gradients that were not reduced. The program can then continue with
+[Note: when a step fails] An exception can leave a unit's forward or backward pass unfinished. At
+the unit's next forward pass, `Order` starts over: it waits for gathers in progress, releases all
+units, and drops gradients that were not reduced. The program can then continue with
 `optimizer.zero_grad()` and the next batch. After an error in a collective, however, the group is
 unusable.
 """
@@ -30,7 +30,7 @@ Actions = list[Action]
 class Order:
     """The order in which one group's units are gathered and reduced.
 
-    The method for each event returns the resulting actions.
+    Each event has a method, which returns the resulting actions.
 
     Attributes:
         budget: the memory budget.
@@ -82,8 +82,8 @@ class Order:
 
         Args:
             records: whether autograd records the forward pass.
-            trains: whether a backward pass may follow. Under a reentrant checkpoint, this may be
-                True although `records` is False.
+            trains: whether a backward pass can follow. Under reentrant activation checkpointing,
+                this can be True even if `records` is False.
         """
         if self.in_backward:  # activations are computed again
             self._running().enters(entry)
@@ -148,14 +148,18 @@ class Order:
         return self._residency.take()
 
     def outputs_have_gradients(self, entry: Entry, call: int | None) -> Actions:
-        """Prepare for autograd's pass through a unit. `call` is the forward call, or None."""
+        """Handle the beginning of autograd's pass through a unit.
+
+        Args:
+            call: the number of the forward call, or None if the call is not tracked.
+        """
         if call is not None:
             entry.begin_call(call)  # once more, if its graph was kept
         self._running().enters(entry)
         return self._residency.take()
 
     def gradient_arrives(self, entry: Entry, member: Hashable) -> Actions:
-        """Handle a parameter's finished gradient.
+        """Handle a parameter's newly computed gradient.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
@@ -178,8 +182,8 @@ class Order:
     def backward_asks(self) -> list[int]:
         """Return this rank's votes on which recordings take part in the current backward pass.
 
-        Each vote is a number for one recording, and the maximum over all ranks is the result. If no
-        agreement is necessary, the list is empty on all ranks.
+        Each vote is a number for one recording, and the maximum over all ranks is decisive. If no
+        vote is necessary, the list is empty on all ranks.
         """
         run = self._running()
         return [] if run.yields_nothing else self._pending.words(run)
@@ -203,7 +207,7 @@ class Order:
         return self._residency.take()
 
     def backward_completes(self) -> Actions:
-        """Release the units that the program does not hold, once the gradients are reduced."""
+        """Complete the backward pass by releasing the units that the program does not hold."""
         run = self._running()
         if run.recordings:
             self._last_run = [weakref.ref(one) for one in run.recordings]
@@ -289,7 +293,10 @@ class Order:
         self._opened = [weakref.ref(one) for one in opened]
 
     def _recording(self, entry: Entry | None = None) -> Recording:
-        """Return the recording of the outermost running forward pass, or else that of `entry`."""
+        """Return the recording of the outermost unit whose forward pass is running.
+
+        If no forward pass is running, the recording of `entry` is returned.
+        """
         opened = self._open()
         outermost = opened[0] if opened else entry
         assert outermost is not None
@@ -300,8 +307,8 @@ class Order:
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
         """Return whether the backward pass is expected to begin with this unit.
 
-        Other units may follow an outermost unit without inner units. The result for such a unit is
-        therefore True only if the previous outermost forward pass also requested it last.
+        If an outermost unit has no inner units, other units can follow it. The result for such a
+        unit is therefore True only if the previous outermost forward pass ended with the same unit.
         """
         if at_end and not entry.outer:
             return self._final is not None and entry is self._final()

@@ -1,7 +1,7 @@
-"""Track recordings whose backward pass is incomplete, and select those that take part in a run.
+"""Track recordings of forward passes until their backward passes are complete.
 
-Ranks may delete a recording at different times, so recordings are identified by number. See [Note:
-models that are deleted].
+Ranks can delete a recording at different times, so recordings are identified by number. See [Note:
+models that are deleted] in `recording.py`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ class Pending:
         return [one for one in found if one is not None]
 
     def entries(self) -> set[Entry]:
-        """Return the units that expect a backward pass."""
+        """Return the units whose backward pass is not yet complete."""
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
-        """Return this rank's votes on the communicating recordings; [] if there is at most one."""
+        """Return this rank's votes on the recordings whose backward pass uses collectives.
+
+        The list is empty if there is at most one such recording.
+        """
         numbers = sorted(self._communicating)
         return [self._word(number, run) for number in numbers] if len(numbers) > 1 else []
 
@@ -61,7 +64,7 @@ class Pending:
         """Return the recordings that take part in a run, and forget deleted recordings.
 
         Args:
-            agreed: the agreed votes; empty if at most one recording communicates.
+            agreed: the votes agreed on by all ranks, or an empty list if there was no vote.
         """
         words = dict(zip(sorted(self._communicating), agreed, strict=False))
         found = []

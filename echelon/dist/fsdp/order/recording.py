@@ -1,14 +1,14 @@
 """Record the forward passes of one outermost unit, which is usually a whole model.
 
 [Note: ownership] A unit owns its entry. The entry of an outermost unit owns a recording, which
-refers to the entries of the inner units. The order itself has only weak references to entries and
+refers to the entries of the inner units. `Order` itself has only weak references to entries and
 recordings, so deleting a model frees all of them.
 
 [Note: models that are deleted] The garbage collector runs at different times on different ranks, so
-the ranks' decisions must not depend on which units exist. The order keeps the *numbers* of the
+the ranks' decisions must not depend on which units exist. `Order` stores the *numbers* of the
 recordings whose backward pass is incomplete. If there are several recordings, the ranks agree at
-the end of a backward pass on those that take part. A recording takes part if at least one rank has
-reached it and no rank has deleted it.
+the end of a backward pass on which recordings take part. A recording takes part if at least one
+rank has reached it and no rank has deleted it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Recording:
         begun_before: the units whose forward passes began before the last backward pass.
         partners: the numbers of the recordings that took part in every backward pass of this
             recording; None before the first backward pass.
-        unreduced: the units that may have unreduced gradients from earlier backward passes.
+        unreduced: the units that might have unreduced gradients from earlier backward passes.
     """
 
     number: int

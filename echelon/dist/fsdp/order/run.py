@@ -1,13 +1,13 @@
 """Handle one autograd run through sharded units.
 
-Two rules keep the ranks in step:
+Two rules ensure that all ranks start the same collectives in the same order:
 
 * Units are gathered in the reverse of the order in which their forward passes *ended*. A request
   for a unit also gathers the units before it in this order.
 * Gradients are reduced in the reverse of the order in which forward passes *began*. A unit that is
-  ready waits for the units before it.
+  ready waits for the units before it in this order.
 
-A unit's parameters are released once autograd has computed the gradients of all the parameters, or
+A unit's parameters are released after autograd has computed the gradients of all the parameters or
 of all the unit's inputs. If a unit has frozen parameters and its inputs need no gradients, the unit
 is released at the end of the run. A run that computes only gradients of inputs (the first half of a
 split backward pass) neither releases nor reduces anything.
@@ -28,15 +28,15 @@ class Run:
     """One autograd run through the units.
 
     Args:
-        recordings: the recordings of the outermost units that may take part.
-        ended: the units whose forward passes ended since the last run, in that order.
-        begun: the units whose forward passes began since the last run, in that order.
-        is_again: whether this run repeats the last one through retained graphs. If so, `begun` is
+        recordings: the recordings of the outermost units that might take part.
+        ended: the units whose forward passes ended since the last run, in order of completion.
+        begun: the units whose forward passes began since the last run, in order of their beginning.
+        is_again: whether this run repeats the last run through retained graphs. If so, `begun` is
             taken from the last run, and units that this run does not reach are skipped.
 
     Attributes:
-        recordings: the recordings that took part, once the run is finished.
-        is_again: whether this run repeats the last one.
+        recordings: the recordings that can take part or, after `finish`, that took part.
+        is_again: whether this run repeats the last run.
     """
 
     def __init__(
@@ -65,7 +65,10 @@ class Run:
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
-        """Keep the ungathered units for the next run, after a run that yielded no gradients."""
+        """Defer the units that were not gathered to the next run.
+
+        This method is called after a run that computed no parameter gradients.
+        """
         for recording in self.recordings:
             recording.ended = {one: None for one in recording.ended if one in self._to_gather}
 
@@ -85,7 +88,7 @@ class Run:
         self._inside.add(entry)  # with a reentrant checkpoint each use of it is entered by itself
 
     def arrived(self, entry: Entry, member: Hashable) -> None:
-        """Record a parameter's finished gradient.
+        """Record a parameter's newly computed gradient.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
@@ -162,7 +165,8 @@ class Run:
     def _after(self, entry: Entry) -> list[Entry]:
         """Return the units that autograd is expected to reach after a unit.
 
-        The result contains only units whose recordings have always taken part together.
+        If there are several recordings, the result contains only units whose recordings have always
+        taken part in the same backward passes.
         """
         if len(self.recordings) == 1:
             return self._to_gather

@@ -9,9 +9,9 @@
     leaf     the parameter's shape        an nn.Parameter, a view of `full`; used by forward and
                                           backward
     shard    [length, 1, ...]             an nn.Parameter, a view of `chunk`: this rank's shard of
-                                          the parameter, with as many dims. It is the object that
-                                          the module had before sharding, so optimizers created
-                                          earlier continue to work
+                                          the parameter, with the same number of dims. This is the
+                                          Python object that the module had before sharding, so
+                                          optimizers created earlier continue to work
     aside    the parameter's shape        unreduced gradients of earlier micro-batches, if they
                                           are summed in a dtype other than the leaf's
     sums     [chunk_numel]                this rank's range of the reduced gradients;
@@ -50,17 +50,17 @@ class Flat:
     Args:
         sources: the parameters, all of one dtype and on one device.
         group: the ranks across which the vector is sharded.
-        number: the number of this flat within its group.
+        number: the number of this flat vector within its group.
         compute_dtype: the dtype of the computation; None means the dtype of the shards.
         reduce_dtype: the dtype of the reduction; None means the dtype of the computation.
         offload: whether to keep the chunk in host memory.
         replicas: the ranks that keep a copy of this rank's chunk, or None.
-        memory: the memory that all flats of the group share.
+        memory: the memory that all flat vectors of the group share.
 
     Attributes:
         replicas: the ranks that keep a copy of this rank's chunk, or None.
-        keeps_memory: whether `release` leaves the memory of `full` allocated on the host, for the
-            next gather.
+        keeps_memory: whether `release` leaves the host memory of `full` allocated for the next
+            gather.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Flat:
             self.full.tensor.copy_(mine)
 
     def start_regather(self, near: ProcessGroup) -> None:
-        """Start gathering the ranges that the neighbouring ranks have kept into `full`."""
+        """Start gathering into `full` the ranges that the neighboring ranks have retained."""
         self.full.take()
         mine = self._part_of_full(near.rank, near.size)
         if self._kept is not None:
@@ -186,9 +186,10 @@ class Flat:
             member.adopt()
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Release the memory of `full`, except for the range kept for neighbouring ranks.
+        """Release the memory of `full`, except for the range retained for neighboring ranks.
 
-        If the program changed full parameters in place, the shards receive the new values first.
+        If the program changed full parameters in place, the new values are first copied into the
+        shards.
         """
         if self._versions is None:
             self._versions = tuple(member.leaf._version for member in self.members)
@@ -225,8 +226,8 @@ class Flat:
         Args:
             group: the ranks to shard the vector across.
             replicas: the ranks that keep a copy of this rank's new chunk, or None.
-            number: the number of this flat within the new group.
-            memory: the memory that all flats of the new group share.
+            number: the number of this flat vector within the new group.
+            memory: the memory that all flat vectors of the new group share.
         """
         self._works.clear()
         self.group, self.replicas, self.number = group, replicas, number
@@ -255,7 +256,7 @@ class Flat:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:
-        """Fill this rank's chunk with the parameter values of rank 0."""
+        """Fill this rank's chunk with the parameter values of group rank 0. Collective."""
         if is_absent(self.group):
             return  # the values come from the ranks that this one joins
         whole = None

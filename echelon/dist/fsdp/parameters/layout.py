@@ -33,7 +33,7 @@ class Part:
 
     Attributes:
         start: the index of the first element in the flattened parameter.
-        length: the number of elements, which may be 0.
+        length: the number of elements, which can be 0.
         offset: the index of the first element in the rank's chunk.
     """
 
@@ -73,10 +73,10 @@ def plan_layout(
 
     Args:
         shapes: the shape of each parameter.
-        itemsize: the size in bytes of an element, in the smaller of the shards' dtype and the dtype
-            of the gathered parameters.
+        itemsize: the size in bytes of one element. If the shards and the gathered parameters have
+            different dtypes, this is the smaller size.
         group_size: the number of ranks.
-        page_bytes: the size of a page.
+        page_bytes: the size of a memory page in bytes.
     """
     step = max(1, _START_BYTES // itemsize)
     pieces, end = [], 0

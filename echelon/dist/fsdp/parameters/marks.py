@@ -2,9 +2,9 @@
 
     a module passed to `fully_shard`          its unit
     a unit's parameter (shard or leaf)        its member
-    the gradient of a shard                   True, for functions that see only gradients
+    the gradient of a shard                   True, for functions that receive only gradients
 
-Because the mark is an attribute, copying a model with `copy.deepcopy` reaches the unit, which
+Because the mark is an attribute, `copy.deepcopy` of a model also tries to copy the unit, which
 raises an error.
 """
 

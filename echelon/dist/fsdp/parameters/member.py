@@ -1,7 +1,8 @@
 """Switch a parameter between its two forms, the leaf and the shard.
 
-`flat.py`, [Note: the tensors in play], defines both. While the unit is gathered, the modules use
-the leaf, a view of the full vector; otherwise they use the shard, a view of this rank's chunk.
+Both forms are defined in `flat.py`, [Note: the tensors in play]. While the unit is gathered, the
+modules use the leaf, a view of the full vector. Otherwise they use the shard, a view of this rank's
+chunk.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Member:
     """One parameter of a `Flat`.
 
     A member holds only weak references to the modules. Strong references could form a cycle through
-    autograd's graph, and the garbage collector cannot see such a cycle.
+    autograd's graph, which the garbage collector cannot detect.
     """
 
     def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:
@@ -75,7 +76,7 @@ class Member:
         """Make the modules use the leaf.
 
         Raises:
-            ValueError: the program has replaced the parameter with another object in a module.
+            ValueError: the program has replaced the parameter of a module with another object.
         """
         if self.leaf.requires_grad != self.shard.requires_grad:
             self.leaf.requires_grad_(self.shard.requires_grad)
@@ -135,7 +136,7 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if the shard changed between the last two gathers, else 0; reset the flag."""
+        """Return 1 if the shard changed between the last two gathers, else 0; clear this flag."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 
@@ -179,7 +180,10 @@ class Member:
         return self.leaf.grad is not None or self.aside is not None
 
     def set_aside(self) -> None:
-        """Add the leaf's gradient to `aside`, unless it already has the reduction's dtype."""
+        """Move the leaf's gradient to `aside`, adding it to any gradient there.
+
+        A gradient that already has the dtype of the reduction remains in the leaf.
+        """
         gradient, dtype = self.leaf.grad, self.flat.reduce_dtype
         if gradient is None or gradient.dtype == dtype:
             return
@@ -190,7 +194,7 @@ class Member:
         self.leaf.grad = None
 
     def call_hooks(self) -> None:
-        """Call the hooks that the program registered with `register_post_accumulate_grad_hook`."""
+        """Call the post-accumulate gradient hooks that the program registered on the shard."""
         hooks: Any = self.shard._post_accumulate_grad_hooks
         if hooks and self.shard.grad is not None:
             for hook in list(hooks.values()):
@@ -212,7 +216,7 @@ class Member:
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
     def move(self, piece: Piece, part: Part) -> None:
-        """Switch to this rank's new shard of the parameter after the flat has moved."""
+        """Switch to this rank's new shard of the parameter after the flat vector was moved."""
         self.piece, self.part = piece, part
         self.drop_gradient()
         self.leaf.data = self.within(self.flat.full.tensor).data

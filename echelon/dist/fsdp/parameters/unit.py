@@ -25,16 +25,16 @@ class Unit:
 
     Args:
         number: the unit's number within its group.
-        near: the neighbouring ranks that gather the unit again for backward; None means all ranks.
-        near_size: how many neighbouring ranks the program requested, or 0.
+        near: the neighboring ranks that gather the unit again for backward; None means all ranks.
+        near_size: how many neighboring ranks the program requested, or 0.
         reshard: whether the unit is released after forward.
         depth: how many units are gathered ahead while this unit computes.
 
     Attributes:
         entry: the record that `Order` keeps of the unit.
         borrowed: the units whose parameters this unit also uses.
-        near: the neighbouring ranks that gather the unit again for backward; None means all ranks.
-        near_size: how many neighbouring ranks the program requested, or 0.
+        near: the neighboring ranks that gather the unit again for backward; None means all ranks.
+        near_size: how many neighboring ranks the program requested, or 0.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """The module's path in the outermost sharded module, for messages."""
+        """The module's path in the outermost sharded module, for error messages."""
         return self.entry.name
 
     @property
     def state(self) -> State:
-        """The state that records which of the unit's parameters are in memory."""
+        """The state of the unit's parameters in memory."""
         return self.entry.state
 
     def borrow(self, owners: Sequence[Unit]) -> None:
@@ -114,8 +114,8 @@ class Unit:
             replicas: the ranks that keep copies of this rank's new chunks, or None.
             near: the ranks of the new group that gather the unit again for backward, or None.
             number: the unit's number within the new group.
-            flat_numbers: the numbers of the unit's flats within the new group.
-            memory: the memory that all flats of the new group share.
+            flat_numbers: the numbers of the unit's flat vectors within the new group.
+            memory: the memory that all flat vectors of the new group share.
         """
         self.near = near
         for flat, its_number in zip(self.flats, flat_numbers, strict=True):
@@ -165,7 +165,7 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Start gathering the unit from all ranks or, if `near` is given, from those ranks.
+        """Start gathering the unit from the ranks of `near`, or from all ranks if `near` is None.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -205,7 +205,7 @@ class Unit:
         )
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Release the gathered parameters, except for the range kept for neighbouring ranks."""
+        """Release the gathered parameters, except for the range retained for neighboring ranks."""
         for flat in self.flats:
             flat.release(near)
             flat.show_shards()
@@ -217,7 +217,7 @@ class Unit:
         )
 
     def has_tag(self, tag: int) -> bool:
-        """Return whether a tag found in a collective's shape belongs to one of the unit's flats."""
+        """Return whether a tag from a collective's shape belongs to a flat vector of this unit."""
         return any(flat.number % (1 << TAG_BITS) == tag for flat in self.flats)
 
     def has_gradients(self) -> bool:
@@ -225,7 +225,7 @@ class Unit:
         return any(member.has_gradient for member in self.members)
 
     def check_step(self) -> None:
-        """Check that an optimizer may update the shards.
+        """Check that the shards are ready for an optimizer's step.
 
         Raises:
             ValueError: gradients have not been reduced, the parameters are held, or a shard was

@@ -1,8 +1,8 @@
 """Compare a new unit's settings across ranks, and agree on which units exist.
 
-The units' settings determine the order of collectives, so they must be equal on all ranks. A unit
-counts as existing until all ranks have deleted it, because the garbage collector runs at different
-times on different ranks.
+The units' settings determine the order of collectives and must therefore be equal on all ranks. A
+unit counts as existing until all ranks have deleted it, because the garbage collector runs at
+different times on different ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_settings(driver: Driver, title: str, settings: dict[str, Any]) -> None
 
     Args:
         driver: the unit's driver.
-        title: the name of the unit's module, for messages.
+        title: the name of the unit's module, for error messages.
         settings: plain values, keyed by the names of `fully_shard`'s arguments.
 
     Raises:

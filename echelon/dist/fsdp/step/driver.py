@@ -1,7 +1,7 @@
 """Carry out the decisions of `Order` for the units of one group.
 
 Each group over which units are sharded has one driver. The driver reports events to `order.Order`
-and carries out the actions that the order returns. Gradients are reduced in a separate group, so
+and carries out the actions that `Order` returns. Gradients are reduced in a separate group, so
 that gathers and reductions never wait for each other.
 
 The driver has only weak references to the units and their memory, so deleting a model frees them.
@@ -44,9 +44,9 @@ def driver_of(unit: Unit) -> Driver:
 
 
 class _Run:
-    """An object that lives as long as an autograd run.
+    """An object that exists until an autograd run ends.
 
-    If an exception ends the run, the deletion of this object reports the failure to the driver.
+    If an exception ends the run, the deletion of this object notifies the driver.
     """
 
     def __init__(self, ends: Callable[[], None]) -> None:
@@ -58,16 +58,16 @@ class _Run:
 
 
 class Driver:
-    """The driver of one group's units. Only one thread at a time may run a step.
+    """The driver of one group's units. Only one thread at a time can run a step.
 
     Attributes:
         group: the group for gathers.
         reducing: a group of the same ranks, for reductions.
         replicas: the ranks that hold the same chunk as this rank, or None.
-        order: the order, which decides what to gather, release and reduce.
+        order: the `Order`, which decides what to gather, release and reduce.
         units: the units, keyed by number.
-        sizes: the sizes of the units, keyed by number. Some of these units may no longer exist.
-        hashes: the running hashes of the gathers and of the reductions.
+        sizes: the sizes of the units, keyed by number. Some of these units might no longer exist.
+        hashes: the running hashes of the order of gathers and of the order of reductions.
         on_event: a function that is called before each forward pass of a unit and on each event of
             a backward pass, or None. It runs on the training thread, or on an autograd thread while
             the training thread waits.
@@ -117,7 +117,7 @@ class Driver:
 
     @property
     def memory(self) -> Memory:
-        """The memory that the units share, which exists as long as any of the units."""
+        """The memory that the units share, which is freed together with the last unit."""
         memory = None if self._memory is None else self._memory()
         if memory is None:
             memory = Memory(lambda: self.order.budget.third)
@@ -129,12 +129,12 @@ class Driver:
         return self._num_units
 
     def next_flat(self) -> int:
-        """Reserve a number for the next flat, and return it."""
+        """Reserve and return the number of the next flat vector."""
         self._num_flats += 1
         return self._num_flats - 1
 
     def near(self, size: int) -> ProcessGroup:
-        """Return this rank's group of `size` neighbouring ranks. Collective on the first call."""
+        """Return this rank's group of `size` neighboring ranks. Collective on the first call."""
         if is_absent(self.group):
             return self.group  # until the unit moves; it refuses all operations
         if size not in self._near:
@@ -146,8 +146,8 @@ class Driver:
     def prepare(self, device: torch.device) -> None:
         """Make every group create its device communicators now. Collective.
 
-        Without this call, a group would create its communicator in the middle of a step, where
-        creating it might block.
+        Without this call, a group would create its communicator in the middle of a step, which
+        might block.
         """
         for group in self.groups():
             if device.type != "cpu" and group.size > 1 and (group, device) not in self._prepared:
@@ -155,7 +155,7 @@ class Driver:
                 group.all_reduce(torch.zeros(1, device=device))
 
     def groups(self) -> list[ProcessGroup]:
-        """Return the groups in which other ranks may be waiting for this rank."""
+        """Return the groups in which other ranks might be waiting for this rank."""
         every = [self.group, self.reducing, self.replicas, *self._near.values()]
         return [group for group in every if group is not None]
 
@@ -182,7 +182,7 @@ class Driver:
 
         Args:
             unit: the unit whose forward pass is about to begin.
-            trains: whether a backward pass may follow.
+            trains: whether a backward pass can follow.
         """
         self._note_event()
         with self._failing():
@@ -191,7 +191,7 @@ class Driver:
             self._do(self.order.forward_begins(unit.entry, records=records, trains=trains))
 
     def after_forward(self, unit: Unit, *, has_graph: bool) -> None:
-        """Release a unit's parameters, or keep them for its backward pass."""
+        """Release a unit's parameters after its forward pass, or keep them for backward."""
         with self._failing():
             _ = self.in_backward
             self._do(self.order.forward_ends(unit.entry, has_graph=has_graph))
@@ -203,13 +203,13 @@ class Driver:
             self._do(self.order.outputs_have_gradients(unit.entry, call))
 
     def gradient_arrives(self, unit: Unit, member: Member) -> None:
-        """Process a parameter's finished gradient."""
+        """Process a parameter's newly computed gradient."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.gradient_arrives(unit.entry, member))
 
     def inputs_have_gradients(self, unit: Unit, call: int) -> None:
-        """Release and reduce a unit once the inputs of its last call have gradients."""
+        """Release and reduce a unit if the inputs of all its calls have gradients."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.inputs_have_gradients(unit.entry, call))
@@ -267,7 +267,7 @@ class Driver:
     # ---- actions ----
 
     def _agree(self, words: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of all ranks' votes."""
+        """Return the element-wise maximum of all ranks' votes. Collective."""
         with self._explaining("agreeing on the models that a backward reached"):
             unit = next(iter(self.units.values()))
             agreed = torch.tensor(words, dtype=torch.int64, device=unit.device)
@@ -279,7 +279,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Report any exception in the block to the order, and re-raise it."""
+        """Report any exception in the block to `Order`, and re-raise it."""
         try:
             yield
         except BaseException:
@@ -360,7 +360,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _explaining(self, doing: str) -> Iterator[None]:
-        """Name the units and the current action in the message of a `CollectiveError`."""
+        """Add the units and the current action to the text of a `CollectiveError`."""
         try:
             yield
         except CollectiveError as err:

@@ -49,7 +49,7 @@ def follow_move(unit: Unit) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Make a method of a sharded module gather the module's parameters, like `forward`.
+    """Make a method of a sharded module gather the module's parameters, as `forward` does.
 
     Args:
         module: a module that was passed to `fully_shard`.
@@ -164,7 +164,7 @@ class _ModuleHooks:
         """Return new tensors in place of outputs that are inputs or share memory with parameters.
 
         The gradient of an output marks the beginning of the unit's backward pass, and the gradient
-        of an input marks the end, so one tensor must not be both.
+        of an input marks its end. A tensor must therefore not be both an input and an output.
         """
         inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
 
@@ -208,14 +208,18 @@ class _ModuleHooks:
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
-    """Return whether a backward pass may follow."""
+    """Return whether a backward pass can follow a forward pass with these arguments."""
     return torch.is_grad_enabled() or any(
         tensor.requires_grad for tensor in tensors_in((args, kwargs))
     )
 
 
 def _watch(value: Any, told: Callable[[], None]) -> bool:
-    """Call `told` for each tensor that gets a gradient; return False if none requires one."""
+    """Call `told` whenever a tensor receives a gradient.
+
+    Returns:
+        False if no tensor requires a gradient, otherwise True.
+    """
 
     def hook(gradient: torch.Tensor) -> None:  # noqa: ARG001
         told()
@@ -229,7 +233,7 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
 
 
 class _Told:
-    """A callback that runs once per backward pass, when the inputs of a call have gradients."""
+    """A callback that runs once per backward pass, as soon as a call's inputs have gradients."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -246,9 +250,12 @@ class _Told:
 
 
 def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> bool:
-    """Call `told` once all tensors have gradients; return False if none requires one.
+    """Call `told` as soon as all tensors have gradients.
 
     Tensors that the unit does not use are ignored.
+
+    Returns:
+        False if no tensor requires a gradient, otherwise True.
     """
     watched = [tensor for tensor in tensors if tensor.requires_grad]
 
@@ -266,7 +273,7 @@ def _inner(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor, to be used only inside the unit.
 
     The view's gradient is complete when the unit's backward pass is complete. The tensor's own
-    gradient may include contributions from other units.
+    gradient can also include contributions from other units.
     """
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 

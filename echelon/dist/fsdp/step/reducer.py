@@ -48,7 +48,7 @@ class Reducer:
         self._all: list[Reduction] = []
 
     def collect(self, member: Member) -> None:
-        """Process a finished gradient."""
+        """Add a newly computed gradient to its reduction."""
         self._reduction(member.flat).collect(member)
 
     def start(self, unit: Unit) -> None:

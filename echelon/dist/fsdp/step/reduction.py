@@ -4,8 +4,8 @@
               (pooled, in the dtype of the reduction)        --all_reduce over the replicas-->
               --> shard.grad
 
-The buffer always has its full size. Gradients that this rank does not have are zeros in the buffer,
-so that all ranks reduce the same amount of data.
+The buffer always has its full size, and contains zeros for gradients that are missing on this rank.
+All ranks therefore reduce the same amount of data.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SMALL = 8
 
 
 class Reduction:
-    """The gradients of one flat in one backward pass.
+    """The gradients of one flat vector in one backward pass.
 
     Args:
-        flat: the flat whose gradients are reduced.
+        flat: the flat vector whose gradients are reduced.
         pool: the source of buffers.
-        group: the group used for reductions, with the same ranks as the flat's group.
+        group: the group used for reductions, with the same ranks as the group of `flat`.
         replicas: the ranks that hold the same chunk as this rank, or None.
     """
 
