@@ -31,7 +31,7 @@ import echelon.dist as dist
 
 TINY = GPTConfig(layers=2, width=64, heads=2, context=64)
 BATCH = 16  # number of sequences over all ranks
-BUCKET_BYTES = 128 * 1024  # gives five buckets, with neighbours of different sizes
+BUCKET_BYTES = 128 * 1024  # gives five buckets, with neighbors of different sizes
 TEXT_BYTES = 2 << 20  # enough to break things
 
 

@@ -73,7 +73,7 @@ def test_no_round_begins_after_the_limit_once_enough_are_done():
     assert rounds.measure([case], 9, limit_s=0.0, least_rounds=3) == {"one": {"ours": [1.0] * 3}}
 
 
-def test_a_ratio_above_one_is_in_our_favour():
+def test_a_ratio_above_one_is_in_our_favor():
     assert rounds.ratio([4.0], [2.0], higher_is_better=True) == 2.0
     assert rounds.ratio([4.0], [2.0], higher_is_better=False) == 0.5
     assert rounds.spread([1.0, 2.0, 3.0]) == "2.00 (1.00 to 3.00)"

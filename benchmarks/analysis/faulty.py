@@ -24,7 +24,7 @@ STEPS = 40
 
 
 class Worker:
-    """The behaviour of every rank; a fault overrides one method, usually for the culprit only."""
+    """The behavior of every rank; a fault overrides one method, usually for the culprit only."""
 
     def __init__(self, world: Any, culprit: int) -> None:
         self.world = world

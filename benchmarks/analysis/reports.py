@@ -67,7 +67,7 @@ def report_of(case: faults.Case) -> str | None:
 
 
 def on_terminal(command: list[str], folder: str) -> str:
-    """Return a command's output on a terminal of `COLUMNS` columns, without colours."""
+    """Return a command's output on a terminal of `COLUMNS` columns, without colors."""
     ours, theirs = os.openpty()
     environment = {**os.environ, "COLUMNS": COLUMNS, "TERM": "dumb", "NO_COLOR": "1"}
     process = subprocess.Popen(command, cwd=folder, stdout=theirs, env=environment)

@@ -5,7 +5,7 @@
     python -m benchmarks.analysis.scale --torch-ranks 64,256    # where torch's analyzer runs too
     python -m benchmarks.analysis.scale --sets tests/data/torch_dumps    # on recorded dumps
 
-Creates folders of dumps (2000 operations per rank over 3 groups: the world, groups of 8 neighbours,
+Creates folders of dumps (2000 operations per rank over 3 groups: the world, groups of 8 neighbors,
 and groups across them; one rank hangs), analyses each in a fresh process, and prints a table of
 wall time and peak memory. Each figure is the median of `--repeat` runs. The verdict of each run is
 checked. Folders are removed afterwards.
@@ -44,7 +44,7 @@ from echelon.recorder.format.schema import (
 )
 from echelon.recorder.read.dump import write_dump
 
-NEIGHBOURS = 8
+NEIGHBORS = 8
 START_NS = 10**12
 SITES = ["/srv/job/train.py:20 backward", "/srv/job/train.py:31 gather", "/srv/job/train.py:44 log"]
 SHAPES = [(1024, 1024), (4096,), (1,)]
@@ -59,14 +59,14 @@ class Plan:
     culprit: int
 
     def groups(self, rank: int) -> list[Group]:
-        """Return the rank's three groups: the world, its neighbours, and the group across them."""
-        first = rank - rank % NEIGHBOURS
-        near = tuple(range(first, min(first + NEIGHBOURS, self.ranks)))
-        across = tuple(range(rank % NEIGHBOURS, self.ranks, NEIGHBOURS))
+        """Return the rank's three groups: the world, its neighbors, and the group across them."""
+        first = rank - rank % NEIGHBORS
+        near = tuple(range(first, min(first + NEIGHBORS, self.ranks)))
+        across = tuple(range(rank % NEIGHBORS, self.ranks, NEIGHBORS))
         return [
             Group("world", tuple(range(self.ranks))),
-            Group(f"tp{rank // NEIGHBOURS}", near),
-            Group(f"dp{rank % NEIGHBOURS}", across),
+            Group(f"tp{rank // NEIGHBORS}", near),
+            Group(f"dp{rank % NEIGHBORS}", across),
         ]
 
     def calls(self, rank: int) -> int:
@@ -122,7 +122,7 @@ def our_record(plan: Plan, rank: int) -> Record:
     live[Live.HEARTBEAT_MONO_NS] = now
     return Record(
         path="",
-        identity=Identity(rank=rank, world_size=plan.ranks, boot_id=str(rank // NEIGHBOURS),
+        identity=Identity(rank=rank, world_size=plan.ranks, boot_id=str(rank // NEIGHBORS),
                           clock_error_ns=20_000),
         operations=rows,
         spans=np.zeros(0, SPAN),
@@ -152,7 +152,7 @@ def write_torch(plan: Plan, folder: Path) -> None:
 def torch_dump(plan: Plan, rank: int) -> dict[str, object]:
     """Return one rank's dump in torch's format 2.10."""
     groups = plan.groups(rank)
-    names = ["0", f"1{rank // NEIGHBOURS}", f"2{rank % NEIGHBOURS}"]
+    names = ["0", f"1{rank // NEIGHBORS}", f"2{rank % NEIGHBORS}"]
     pairs = [("0", "default_pg"), (names[1], groups[1].name), (names[2], groups[2].name)]
     stacks = [_torch_stack(line) for line in (20, 31, 44)]
     sizes = [[list(shape)] for shape in SHAPES]
@@ -261,7 +261,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, 
 
 
 def measure(folder: Path, plan: Plan, repeat: int) -> Figure:
-    """Analyse a folder `repeat` times; check each verdict and return the medians."""
+    """Analyze a folder `repeat` times; check each verdict and return the medians."""
     figures = []
     for _ in range(repeat):
         figure = run([sys.executable, "-m", "echelon.analysis", str(folder), "--json"])
@@ -340,7 +340,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def main() -> int:
-    """Create folders, analyse them, and print the table."""
+    """Create folders, analyze them, and print the table."""
     options = _parser().parse_args()
     if options.sets is not None:
         compare_sets(options.sets)

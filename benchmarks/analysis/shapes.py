@@ -11,7 +11,7 @@
 - `pipelines`: 16,384 ranks in 2,048 pipelines of 8 stages. One stage hangs; the other stages of its
   pipeline wait in messages, and all other pipelines in a collective. In both formats.
 
-Each folder is analysed in a fresh process; the verdict must name the hanging rank.
+Each folder is analyzed in a fresh process; the verdict must name the hanging rank.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def record(rank: int, size: int, groups: list[Group], calls: list[Call], *, hang
 
 
 def ring_calls(rank: int, size: int, culprit: int) -> list[Call]:
-    """Return a ring rank's exchanges with both neighbours, with receives posted one step ahead.
+    """Return a ring rank's exchanges with both neighbors, with receives posted one step ahead.
 
     The culprit hangs after `RING_STEPS` steps; a rank at distance d runs d - 1 steps more.
     """
@@ -221,7 +221,7 @@ def write_stacks(plan: Plan, folder: Path) -> None:
 
 
 def stage_calls(rank: int, culprit: int) -> list[Call]:
-    """Return a stage's calls in each step; the neighbours of a hanging stage wait in messages."""
+    """Return a stage's calls in each step; the neighbors of a hanging stage wait in messages."""
     begin, first = rank - rank % STAGES, culprit - culprit % STAGES
     step = [
         *([Call(RECV, rank - 1, 1)] if rank > begin else []),
@@ -306,7 +306,7 @@ SHAPES = (
 
 
 def main() -> int:
-    """Write and analyse each folder, and print a line for it."""
+    """Write and analyze each folder, and print a line for it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", metavar="SHAPE,...")
     parser.add_argument("--repeat", type=int, default=1)

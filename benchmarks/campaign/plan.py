@@ -22,7 +22,7 @@ class Kind:
 
     Attributes:
         restarts: the number of restarts that an omniscient launcher needs.
-        granted: the number of restarts before a permanent fault can be recognised as such.
+        granted: the number of restarts before a permanent fault can be recognized as such.
         stays: True if the fault recurs in each attempt, so that the job cannot continue.
         takes_node: True if a node is lost or unusable; the job continues if it has a spare one.
     """

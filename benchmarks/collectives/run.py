@@ -1,7 +1,7 @@
 """Compare collectives with commonly used libraries: interleaved samples, medians and ratios.
 
     python -m benchmarks.collectives.run --ranks 2 --backends native,python,gloo,mpich,xccl
-    python -m benchmarks.collectives.run --ranks 4 --neighbours 2 --sizes 8,1048576
+    python -m benchmarks.collectives.run --ranks 4 --neighbors 2 --sizes 8,1048576
     python -m benchmarks.collectives.run --ranks 4 --hosts 2 --backends shm+gloo,flat,gloo  # root
     python -m benchmarks.collectives.run --ranks 2 --latency   # 4 bytes: blocking and not
     python -m benchmarks.collectives.run --ranks 2 --overlap
@@ -211,7 +211,7 @@ class Team:
 
 
 @contextlib.contextmanager
-def neighbours(count: int) -> Iterator[None]:
+def neighbors(count: int) -> Iterator[None]:
     """Run `count` busy processes while the context lasts."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
@@ -240,7 +240,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for name in libraries(options):
             teams.append(Team(name, options, places))
             stack.callback(teams[-1].close)
-        stack.enter_context(neighbours(options.neighbours))
+        stack.enter_context(neighbors(options.neighbors))
         if options.overlap:
             return [measure_overlap(teams, options)]
         rows = []
@@ -274,7 +274,7 @@ def measure_one(
             samples[team.library].append(team.ask(operation, num_bytes, dtype))
         touches.append(usable[0].ask("touch", num_bytes, dtype))
     return {
-        "ranks": options.ranks, "neighbours": options.neighbours, "operation": operation,
+        "ranks": options.ranks, "neighbors": options.neighbors, "operation": operation,
         "dtype": dtype, "num_bytes": num_bytes, "touch_s": statistics.median(touches),
         "seconds": {name: statistics.median(times) for name, times in samples.items()},
         "against": against(samples),
@@ -357,7 +357,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", type=names, default=["float32"])
     parser.add_argument("--operations", type=names, help=f"of {', '.join(OPERATIONS + LATENCY)}")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--neighbours", type=int, default=0)
+    parser.add_argument("--neighbors", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=0, help="network namespaces; needs root")
     parser.add_argument("--overlap", action="store_true", help="measure that and nothing else")
     parser.add_argument("--latency", action="store_true",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 640, 380, 64, 48, 150, 44
-_COLOURS = ("#1b6ca8", "#c8553d", "#6b7a3a", "#7a5195")
+_COLORS = ("#1b6ca8", "#c8553d", "#6b7a3a", "#7a5195")
 _FONT = 'font-family="sans-serif" font-size="12" fill="#333"'
 Series = tuple[str, dict[int, float]]
 
@@ -35,23 +35,23 @@ def draw(title: str, x_label: str, series: list[Series], dashed: Series) -> str:
         f'text-anchor="middle">{x_label}</text>'
     )
     ends = []
-    for (name, line), colour in zip(
-        [*series, dashed], [*_COLOURS[: len(series)], "#888"], strict=True
+    for (name, line), color in zip(
+        [*series, dashed], [*_COLORS[: len(series)], "#888"], strict=True
     ):
         style = ' stroke-dasharray="5 4"' if name == dashed[0] else ""
         points = [(_x(index, len(xs)), _y(line[x], limit)) for index, x in enumerate(xs)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{style}/>'
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{style}/>'
         )
         for x, y in points:
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
-        ends.append((points[-1][1], f"{name}: {line[xs[-1]]:.0f}", colour))
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
+        ends.append((points[-1][1], f"{name}: {line[xs[-1]]:.0f}", color))
     below = 0.0
-    for y, text, colour in sorted(ends):
+    for y, text, color in sorted(ends):
         below = max(y + 4, below + 15)  # labels do not overlap
         parts.append(
-            f'<text x="{_WIDTH - _RIGHT + 8}" y="{below:.1f}" fill="{colour}">{text}</text>'
+            f'<text x="{_WIDTH - _RIGHT + 8}" y="{below:.1f}" fill="{color}">{text}</text>'
         )
     return "\n".join([*parts, "</svg>", ""])
 

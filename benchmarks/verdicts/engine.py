@@ -6,7 +6,7 @@ one in-order queue per communicator. A collective is *created* when the host enq
 of the call, and *ended* when every member's kernel has run. As in NCCL's process group, unbatched
 sends and receives use one communicator per pair, and batches use their group's communicator.
 
-The model is independent of how its output is analysed. It keeps the time of every event, so that a
+The model is independent of how its output is analyzed. It keeps the time of every event, so that a
 recorder's view of any moment can be written afterwards.
 """
 

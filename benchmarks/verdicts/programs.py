@@ -212,7 +212,7 @@ def _tp_dp(shape: Shape, rank: int, step: int) -> Step:
 def _exchange(
     shape: Shape, rank: int, parts: list[tuple[str, int]], line: int, **how: object
 ) -> Step:
-    """Exchange messages with neighbouring stages, in one batch or one after another."""
+    """Exchange messages with neighboring stages, in one batch or one after another."""
     group = shape.layout.group("pp", rank)
     place = group.ranks.index(rank)
     found = [

@@ -196,7 +196,7 @@ def init(
         if recorder is not None:
             if offset is not None:
                 recorder.identify(clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
-            recorder.mark_initialised()
+            recorder.mark_initialized()
         with _lock:
             if not joining.is_cancelled:
                 _current = state

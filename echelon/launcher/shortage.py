@@ -13,7 +13,7 @@ import resource
 from echelon.errors import LaunchError
 
 _ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
-_NO_THREAD = "can't start new thread"  # a plain RuntimeError, recognisable only by its text
+_NO_THREAD = "can't start new thread"  # a plain RuntimeError, recognizable only by its text
 _OWN = 24  # the launcher's, the guard's and the store's pipes, and an analysis
 _OF_GRPC = 40
 _OF_A_RANK = 4  # two pipes and two log files

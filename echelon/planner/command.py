@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Hugging Face config.json")  # fmt: skip
     add("--ranks", type=int, required=True, help="ranks of the whole job")
     add("--memory", type=float, required=True, metavar="GIB", help="of one rank")
-    add("--ranks-per-node", type=int, metavar="M", help="neighbours with fast links (8)")
+    add("--ranks-per-node", type=int, metavar="M", help="neighbors with fast links (8)")
     add("--batch", type=int, help="sequences per step of all ranks together (one per rank)")
     add("--context", type=int, help="tokens of a sequence (the model's, at most 4096)")
     add("--precision", choices=("fp32", "bf16"), default="bf16", help="to compute in (bf16)")

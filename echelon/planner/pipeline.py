@@ -76,7 +76,7 @@ def course(
         backward: the cost of a backward pass relative to a forward pass: 2, or 3 with
             recomputation.
     """
-    from echelon.dist.pipeline.plan.catalogue import schedule as make
+    from echelon.dist.pipeline.plan.catalog import schedule as make
     from echelon.dist.pipeline.simulate.costs import Costs
     from echelon.dist.pipeline.simulate.simulator import simulate
 

@@ -34,7 +34,7 @@ def story() -> Job:
 
 
 def judged(records: list[Record]) -> Report:
-    """Analyse records, and draw them too: no output may fall over either."""
+    """Analyze records, and draw them too: no output may fall over either."""
     builder = EvidenceBuilder()
     for record in records:
         builder.add(record)

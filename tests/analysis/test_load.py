@@ -1,4 +1,4 @@
-"""What a folder holds is recognised, the newest complete incident taken, errors are clear."""
+"""What a folder holds is recognized, the newest complete incident taken, errors are clear."""
 
 from __future__ import annotations
 

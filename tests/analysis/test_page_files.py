@@ -47,7 +47,7 @@ def test_the_script_makes_no_markup_of_text() -> None:
     assert "</script" not in script
 
 
-def test_the_style_is_balanced_and_every_colour_has_a_dark_form() -> None:
+def test_the_style_is_balanced_and_every_color_has_a_dark_form() -> None:
     style = template.part("style.css")
     assert style.count("{") == style.count("}")
     light, dark = style.split("prefers-color-scheme: dark", 1)

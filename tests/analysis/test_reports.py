@@ -225,9 +225,9 @@ for (let px = 100; px < box.width && !seen.tip; px += 3) {
   if (tip.style.display === "block") seen.tip = tip.textContent;
 }
 const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-const colours = new Set();
-for (let n = 0; n < pixels.length; n += 4 * 97) colours.add(pixels.slice(n, n + 3).join());
-seen.colours = colours.size;
+const colors = new Set();
+for (let n = 0; n < pixels.length; n += 4 * 97) colors.add(pixels.slice(n, n + 3).join());
+seen.colors = colors.size;
 seen.faults = faults;
 out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
 </script>"""
@@ -273,7 +273,7 @@ def test_the_page_opens_zooms_and_answers_the_pointer(tmp_path: Path, size: int)
     assert width("whole") > width("trouble")
     assert width("wheeled") < width("whole")
     assert seen["tip"].startswith("rank ")
-    assert seen["colours"] > 3
+    assert seen["colors"] > 3
 
 
 @pytest.mark.ranks

@@ -75,7 +75,7 @@ def test_every_other_overlap_is_refused(library):
     for x in views:
         with pytest.raises(ValueError, match=r"overlap in memory.*exactly this rank's part"):
             _pair(out, x, 1)
-    _pair(flat[:4], flat[4:6], 1)  # neighbours share nothing
+    _pair(flat[:4], flat[4:6], 1)  # neighbors share nothing
 
 
 def test_device_arrays_are_compared_by_address():

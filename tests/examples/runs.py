@@ -120,7 +120,7 @@ def run_loaded(num_ranks: int, run_dir: Path, script: str, *arguments: str | Pat
     return [Ended(end.returncode, end.stdout, end.stderr) for end in ends]
 
 
-def analyse(run_dir: Path) -> dict[str, Any]:
+def analyze(run_dir: Path) -> dict[str, Any]:
     """Return what `fr-analyze --json` says about a run."""
     return json.loads(run("-m", "echelon.analysis", run_dir, "--json").out)
 

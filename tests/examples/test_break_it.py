@@ -1,4 +1,4 @@
-"""Every fault is recognised: its cause, its rank, and everybody's records."""
+"""Every fault is recognized: its cause, its rank, and everybody's records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import break_it
 import pytest
 
 import echelon.dist as dist
-from tests.examples.runs import analyse, launch, run_loaded
+from tests.examples.runs import analyze, launch, run_loaded
 
 NUM_RANKS = 3  # so that the ranks without the fault are more than the one with it
 STALLED = 3
@@ -45,7 +45,7 @@ def test_the_verdict_names_cause_and_culprit(fault, culprit, exit_code, cause, t
     records = {file.name for file in incident.iterdir()}
     assert {f"rank_{rank}" for rank in range(NUM_RANKS)} <= records
 
-    expect_verdict(analyse(tmp_path)["verdict"], cause, culprit, ended.explain())
+    expect_verdict(analyze(tmp_path)["verdict"], cause, culprit, ended.explain())
 
 
 @pytest.mark.parametrize(("fault", "culprit", "exit_code", "cause"), MISMATCHES)
@@ -56,7 +56,7 @@ def test_the_records_alone_show_cause_and_culprit(fault, culprit, exit_code, cau
     told = "\n".join(end.explain() for end in ends)
     assert [end.code for end in ends] == [1] * NUM_RANKS, told
     assert all("CollectiveMismatchError: " in end.err for end in ends), told
-    result = analyse(tmp_path)
+    result = analyze(tmp_path)
     assert result["ranks_present"] == list(range(NUM_RANKS)), told
     expect_verdict(result["verdict"], cause, culprit, told)
 

@@ -157,7 +157,7 @@ def test_the_log_has_one_line_per_step_and_which_samples_it_took(tmp_path, make_
     assert len(lines) == 6
 
 
-def test_utilisation_is_a_share_of_a_peak_that_says_where_it_is_from():
+def test_utilization_is_a_share_of_a_peak_that_says_where_it_is_from():
     clock, stream = Clock(), io.StringIO()
     scale = dataclasses.replace(SCALE, peak=Peak(16e9, "stated"))
     progress = Progress(scale, stream=stream, now=clock)

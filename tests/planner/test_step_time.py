@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from echelon.dist.pipeline.plan.catalogue import schedule
+from echelon.dist.pipeline.plan.catalog import schedule
 from echelon.planner.layout import Job, Layout
 from echelon.planner.machine import Figure, Link, Machine
 from echelon.planner.model import Model

@@ -172,7 +172,7 @@ def test_strings_of_a_reply_are_whole_or_refused(strings, cut):
 @pytest.mark.parametrize(
     "odd",
     [
-        (p.SET, b"key", bytes(261)),  # the length's low byte is that of its neighbours
+        (p.SET, b"key", bytes(261)),  # the length's low byte is that of its neighbors
         (p.APPEND, b"key", b"value"),
         (p.SET, b"keys", b"valu"),
         (p.GET, b"key"),

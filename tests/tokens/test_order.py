@@ -40,7 +40,7 @@ def test_each_part_of_the_key_counts(other):
 
 @pytest.mark.parametrize("size", [1000, 4096, 10_007, 65_536])
 def test_the_order_looks_random(size):
-    """Neighbours, places and halves are uncorrelated; bounds are about five standard deviations."""
+    """Neighbors, places and halves are uncorrelated; bounds are about five standard deviations."""
     order = permute(np.arange(size), size, (7, 7, 7)).astype(float)
     bound = 5 / np.sqrt(size)
     assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < bound

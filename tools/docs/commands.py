@@ -152,8 +152,8 @@ def _write_logs(folder: Path) -> None:
         logs = folder / "runs" / "torchrun-logs" / "attempt_0" / str(rank)
         logs.mkdir(parents=True)
         (logs / "stderr.log").write_text(text)
-    labelled = "".join(f"1: {line}\n" for line in _FAILED.splitlines())
-    (folder / "slurm-4711.out").write_text(f"0: waiting\n{labelled}")
+    labeled = "".join(f"1: {line}\n" for line in _FAILED.splitlines())
+    (folder / "slurm-4711.out").write_text(f"0: waiting\n{labeled}")
 
 
 def _run(command: str, folder: Path, code: int) -> None:

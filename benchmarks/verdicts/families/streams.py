@@ -65,7 +65,7 @@ def order_desync(scene: Scene) -> Truth:
     rank = scene.rank()
     places = [
         (i, j)
-        for i, j in _neighbours(scene.calls(rank, step, plain))
+        for i, j in _neighbors(scene.calls(rank, step, plain))
         if scene.call(rank, step, i).group != scene.call(rank, step, j).group
     ]
     first, second = random.choice(places)
@@ -83,7 +83,7 @@ def order_desync(scene: Scene) -> Truth:
     )
 
 
-def _neighbours(places: Sequence[int]) -> list[tuple[int, int]]:
+def _neighbors(places: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(places))
 
 

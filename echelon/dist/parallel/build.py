@@ -20,7 +20,7 @@ from echelon.dist.parallel.tensor.gradients import SharedGradients
 from echelon.dist.parallel.tensor.styles import Setting
 from echelon.dist.pipeline import Pipeline
 from echelon.dist.pipeline.execute.stage import LossFn, Stage
-from echelon.dist.pipeline.plan.catalogue import schedule as schedule_of
+from echelon.dist.pipeline.plan.catalog import schedule as schedule_of
 
 _SEED_STEP = 7919  # between the seeds of tensor-parallel ranks that draw their slices' values
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from echelon.dist.pipeline.plan.action import Action
-from echelon.dist.pipeline.plan.catalogue import schedule
+from echelon.dist.pipeline.plan.catalog import schedule
 from echelon.dist.pipeline.plan.plan import Plan, PlanError
 from echelon.dist.pipeline.simulate.costs import Costs
 from echelon.dist.pipeline.simulate.simulator import simulate

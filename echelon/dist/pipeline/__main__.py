@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from echelon.dist.pipeline.plan.catalogue import NAMES, schedule
+from echelon.dist.pipeline.plan.catalog import NAMES, schedule
 from echelon.dist.pipeline.plan.lower import add_messages, add_sharding
 from echelon.dist.pipeline.plan.plan import Plan, counted
 from echelon.dist.pipeline.simulate.costs import Costs

@@ -125,7 +125,7 @@ class Maker:
             offset = _offset(store, self.rank, self.size, min(self.timeout_s, _CLOCKS_S))
             if offset is not None:
                 recorder.identify(clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
-        recorder.mark_initialised()
+        recorder.mark_initialized()
 
 
 def seconds(timeout: Any) -> float:

@@ -15,7 +15,7 @@ from echelon.host.procfs import read_text
 from echelon.launcher.attach.ranks import FoundRank, started_ticks
 
 _STATE, _STATUS = 0, 49  # fields of /proc/PID/stat after the program's name
-_EXIT_S, _LOOK_S = 5.0, 0.1  # how long an interpreter may take to finalise on a busy machine
+_EXIT_S, _LOOK_S = 5.0, 0.1  # how long an interpreter may take to finalize on a busy machine
 
 
 def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:

@@ -318,7 +318,7 @@ class Attempt:
         elif self._ended_by is EndedBy.WORKER:
             self._ended_by = EndedBy.LEAVE
         if self.phase in (Phase.STOPPING, Phase.KILLING):
-            # Workers are signalled once and keep their grace; only a node that is still reading
+            # Workers are signaled once and keep their grace; only a node that is still reading
             # stacks has to hurry.
             return [StopWorkers(event.number, urgent=True)]
         if not self._running:

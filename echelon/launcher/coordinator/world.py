@@ -278,11 +278,11 @@ class World:
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
         self._sights.pop(_folded(self.nodes[node].start), None)
-        for rank, initialised, progress_ms, pending_ms, num_ended, records, dumps in event.ranks:
+        for rank, initialized, progress_ms, pending_ms, num_ended, records, dumps in event.ranks:
             if rank not in self.ended:
                 self._sights[rank] = Sight(
                     rank=rank,
-                    initialised=bool(initialised),
+                    initialized=bool(initialized),
                     progress_mono_ns=_stamp(now_mono_ns, progress_ms),
                     pending_mono_ns=_stamp(now_mono_ns, pending_ms),
                     seen_mono_ns=now_mono_ns,
@@ -291,11 +291,11 @@ class World:
                     num_dumps=dumps,
                 )
         if event.folded:
-            first, initialised, progress_ms, pending_ms, pending_rank, moves, dumps = event.folded
+            first, initialized, progress_ms, pending_ms, pending_rank, moves, dumps = event.folded
             self._sights[_folded(first)] = Sight(
                 rank=_folded(first),
                 named_rank=first if pending_rank < 0 else pending_rank,
-                initialised=bool(initialised),
+                initialized=bool(initialized),
                 progress_mono_ns=_stamp(now_mono_ns, progress_ms),
                 pending_mono_ns=_stamp(now_mono_ns, pending_ms),
                 seen_mono_ns=now_mono_ns,

@@ -87,7 +87,7 @@ def limits_check() -> Check:
     denied: list[str] = []
     found = limits(os.getpid(), denied)
     if denied:
-        return Check("cgroup", "not permitted to read: a kill for memory cannot be recognised")
+        return Check("cgroup", "not permitted to read: a kill for memory cannot be recognized")
     parts, ok = _memory(found)
     left = None
     if found.max_processes is not None:

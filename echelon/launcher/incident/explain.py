@@ -182,19 +182,19 @@ def _explain(incident: Path, columns: int | None) -> dict[str, Any]:
     return {
         "report": answer,
         "story": None if story is None else story.to_json(),
-        "text": said + _rendered(report, columns or _UNFOLDED_COLUMNS, colour=columns is not None),
-        "file_text": said + _rendered(report, _FILE_COLUMNS, colour=False),
+        "text": said + _rendered(report, columns or _UNFOLDED_COLUMNS, color=columns is not None),
+        "file_text": said + _rendered(report, _FILE_COLUMNS, color=False),
         "circumstances": None if around is None else around.to_json(),
     }
 
 
-def _rendered(report: Any, columns: int, *, colour: bool) -> str:
+def _rendered(report: Any, columns: int, *, color: bool) -> str:
     from rich.console import Console
 
     from echelon.analysis import render_text
 
     out = io.StringIO()
-    render_text(report, Console(file=out, width=columns, force_terminal=colour))
+    render_text(report, Console(file=out, width=columns, force_terminal=color))
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 

@@ -123,7 +123,7 @@ class NodeLimits:
         summary = Summary(
             worked_ms=max(0, int(1e3 * min(age_s(rank.worked_ns) for rank in seen.values()))),
             is_excused=any(one.is_excused for one in judged.values())
-            or not all(sight.initialised for sight in sights),
+            or not all(sight.initialized for sight in sights),
             patience_ms=int(1e3 * patience_s) if patience_s > 0 else -1,
         )
         late = {number: one.late for number, one in judged.items() if one.late is not None}

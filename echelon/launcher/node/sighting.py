@@ -47,7 +47,7 @@ class Sighting:
         self._num_printed = num_printed
         self._rings: dict[int, LiveRing] = {}
         self._activities: dict[int, Activity] = {}  # of ranks without a ring, and of hooked ranks
-        self._starting: dict[int, Activity] = {}  # of ranks that record but have not initialised
+        self._starting: dict[int, Activity] = {}  # of ranks that record but have not initialized
         self._num_signs: dict[int, int] = {}
         self._num_dumps: dict[int, int] = {}
         self._dumped_rank = -1  # the recording rank whose dump appeared last
@@ -159,7 +159,7 @@ class Sighting:
         oldest = min(waiting, key=lambda sight: sight.pending_mono_ns, default=None)
         return [
             self._workers[0].rank,
-            int(any(sight.initialised for sight in sights)),
+            int(any(sight.initialized for sight in sights)),
             self._age_ms(now, max(sight.progress_mono_ns for sight in sights)),
             -1 if oldest is None else self._age_ms(now, oldest.pending_mono_ns),
             -1 if oldest is None else oldest.rank,
@@ -179,7 +179,7 @@ class Sighting:
             last_ns = max(sight.progress_mono_ns, activity.last_mono_ns)
             activity.last_mono_ns = last_ns  # the rank's age once it closes its ring
             sight = replace(sight, progress_mono_ns=last_ns)
-        elif not sight.initialised:
+        elif not sight.initialized:
             starved_ns = self._look_from_outside(self._starting, worker, now).starved_mono_ns
             sight = replace(sight, progress_mono_ns=max(sight.progress_mono_ns, starved_ns))
         else:

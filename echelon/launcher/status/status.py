@@ -94,7 +94,7 @@ def status_of(record: Record, now_mono_ns: int) -> RankStatus:
     if phase == "compute" and len(record.open_spans):
         innermost = max(record.open_spans, key=lambda span: int(span["started_mono_ns"]))
         phase = record.strings[int(innermost["name"])]
-    if not live[Live.INITIALISED]:
+    if not live[Live.INITIALIZED]:
         phase = "starting"
     if live[Live.CLOSED]:
         phase = "ended"

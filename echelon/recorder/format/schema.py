@@ -53,7 +53,7 @@ RECENT_BYTES = 1 << 19
 RECENT_UNIT = 16  # bytes: entries begin at multiples of it, and references count in this unit
 IS_RECENT = 1 << 31  # bit of a reference to a text: it points into `recent`
 NUM_KEPT = 64
-MAX_TENSORS = 8  # inline in a slot; more are summarised
+MAX_TENSORS = 8  # inline in a slot; more are summarized
 MAX_DIMS = 8
 MAX_SPLITS = 64  # input and output splits together
 NUM_OPEN_SPANS = 64
@@ -78,7 +78,7 @@ class Flag(IntEnum):
 
     P2P = 1
     ASYNC = 2
-    SUMMARISED = 4  # more tensors, dims or splits than fit: see `Signature.summary`
+    SUMMARIZED = 4  # more tensors, dims or splits than fit: see `Signature.summary`
 
 
 class Live(IntEnum):
@@ -94,7 +94,7 @@ class Live(IntEnum):
     STRINGS_REFUSED = 7
     OPEN_SPANS_REFUSED = 8
     CLOSED = 9  # 1: the recorder was closed in an orderly way
-    INITIALISED = 10  # 1: the world group exists
+    INITIALIZED = 10  # 1: the world group exists
     NUM_GC_PAUSES = 11  # collections of Python's garbage, including short ones
     GC_PAUSES_NS = 12  # their total duration
     RECENT_UNITS = 13  # written to `recent` since the start
@@ -161,7 +161,7 @@ SIGNATURE_FIXED = np.dtype(
         ("dtype", "<u4"),
         ("reduce_op", "<u4"),
         ("num_tensors", "<u2"),
-        ("flags", "<u2"),  # SUMMARISED or 0
+        ("flags", "<u2"),  # SUMMARIZED or 0
     ]
 )
 MAX_TAIL_BYTES = 2 * 4 + MAX_TENSORS + 8 * MAX_TENSORS * MAX_DIMS + 8 * MAX_SPLITS

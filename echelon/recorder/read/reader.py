@@ -251,7 +251,7 @@ class LiveRing:
         ended = words[Live.NUM_OPERATIONS] - num_pending + words[Live.NUM_SPANS] + words[Live.STEP]
         return Sight(
             rank=rank,
-            initialised=bool(words[Live.INITIALISED]),
+            initialized=bool(words[Live.INITIALIZED]),
             progress_mono_ns=words[Live.PROGRESS_MONO_NS],
             pending_mono_ns=pending_mono_ns,
             num_ended=ended,

@@ -52,7 +52,7 @@ class RingCalls:
             signature = decode_signature(
                 self._texts.text(dtype),
                 num_tensors,
-                bool(flags & Flag.SUMMARISED),
+                bool(flags & Flag.SUMMARIZED),
                 data[SIGNATURE_FIXED.itemsize :],
             )
         except (ValueError, struct.error):
@@ -62,7 +62,7 @@ class RingCalls:
             self._texts.string(operation),
             self._texts.string(reduce_op),
             len(self.signatures) - 1,
-            flags & Flag.SUMMARISED,
+            flags & Flag.SUMMARIZED,
         )
 
     def overwritten(self) -> Call:
@@ -80,7 +80,7 @@ class RingCalls:
         return Call(len(self._texts.strings) - 1, 0, len(self.signatures) - 1, 0)
 
 
-def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes) -> Signature:
+def decode_signature(dtype: str, num_tensors: int, summarized: bool, tail: bytes) -> Signature:
     """Decode a signature's tail, written by `operations.encode_signature`.
 
     Raises:
@@ -89,7 +89,7 @@ def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes
     if len(tail) < 8:
         raise ValueError("the signature is too short")
     num_inputs, num_outputs = (int(v) for v in np.frombuffer(tail, "<u4", 2))
-    if summarised:
+    if summarized:
         count, numel, crc = (int(v) for v in np.frombuffer(tail, "<i8", 3, 8))
         return Signature(dtype, summary=(count, numel, crc))
     ndims = list(tail[8 : 8 + num_tensors])

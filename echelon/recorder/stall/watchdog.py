@@ -33,7 +33,7 @@ class Sight:
     """
 
     rank: int
-    initialised: bool = False
+    initialized: bool = False
     progress_mono_ns: int = 0
     pending_mono_ns: int = 0  # when the oldest operation that has not ended was called
     seen_mono_ns: int = 0  # when it was reported; 0: it was read just now
@@ -127,7 +127,7 @@ class StallRule:
         # Once one rank records, all should: then output and processor use of the others are not
         # progress.
         telling = [sight for sight in sights if sight.records] or sights
-        started = any(sight.initialised for sight in sights)
+        started = any(sight.initialized for sight in sights)
         limit_s = self._limit_s if started else self._limit_s * START_FACTOR
         latest = max([self._started_mono_ns, *(sight.progress_mono_ns for sight in telling)])
         if now - latest < limit_s * 1e9:

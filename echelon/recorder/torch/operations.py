@@ -192,7 +192,7 @@ class Operations:
     def _waiting(self, original: Any) -> Callable[..., Any]:
         pending = self.pending
 
-        # pybind11 recognises an overriding method by its name and first argument.
+        # pybind11 recognizes an overriding method by its name and first argument.
         def wait(self: Any, *args: Any, **named: Any) -> Any:
             before_s, began_s = spent.collectives_s, monotonic()
             try:

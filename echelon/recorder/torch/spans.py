@@ -147,7 +147,7 @@ def mark_stores(core: Any) -> None:
 def _named(name: str, original: Any) -> Any:
     made = in_span("store", functools.partial(_keys, name))(original)
 
-    # pybind11 recognises an overriding method by its code's name and first argument.
+    # pybind11 recognizes an overriding method by its code's name and first argument.
     def call(self: Any, *args: Any, **named: Any) -> Any:
         return made(self, *args, **named)
 

@@ -41,7 +41,7 @@ def recording(make: Callable[..., Any]) -> Callable[..., Any]:
             made = make(*args, **named)
         finally:
             spans.closed(span)
-        recorder.mark_initialised()
+        recorder.mark_initialized()
         return made
 
     return make_recorded

@@ -138,9 +138,9 @@ class Recorder:
             if has_moved:
                 self.identify(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
 
-    def mark_initialised(self) -> None:
+    def mark_initialized(self) -> None:
         """Record that the world group exists."""
-        self._live[Live.INITIALISED] = 1
+        self._live[Live.INITIALIZED] = 1
         self._live[Live.PROGRESS_MONO_NS] = monotonic_ns()
 
     @_never_raises(0)

@@ -13,9 +13,9 @@ from typing import Any
 
 from echelon.train.figures.series import Run, smoothed, width_for
 
-# The palette of Okabe and Ito, which people with any colour vision can distinguish; yellow is left
+# The palette of Okabe and Ito, which people with any color vision can distinguish; yellow is left
 # out.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")
 _INK, _FAINT = "#333333", "#b8b8b8"
 _PANEL_INCHES = (5.6, 2.5)
 
@@ -123,10 +123,10 @@ def _draw(make: Any, runs: Sequence[Run], panels: Sequence[Panel], title: str) -
 
 
 def _draw_panel(place: Any, runs: Sequence[Run], panel: Panel) -> None:
-    ends: list[tuple[float, float, str, str]] = []  # step, value, text, colour
+    ends: list[tuple[float, float, str, str]] = []  # step, value, text, color
     seen: list[float] = []
     for number, run in enumerate(runs):
-        colour = _COLOURS[number % len(_COLOURS)]
+        color = _COLORS[number % len(_COLORS)]
         steps, values = run.series(panel.name)
         values = [value * panel.scale for value in values]
         if not values:
@@ -134,14 +134,14 @@ def _draw_panel(place: Any, runs: Sequence[Run], panel: Panel) -> None:
         width = width_for(len(values)) if panel.is_noisy else 1
         line = smoothed(values, width)
         if width > 1:
-            place.plot(steps, values, color=colour, linewidth=0.6, alpha=0.22)
+            place.plot(steps, values, color=color, linewidth=0.6, alpha=0.22)
         place.plot(
-            steps, line, color=colour, linewidth=1.5, marker="o" if len(steps) == 1 else "",
+            steps, line, color=color, linewidth=1.5, marker="o" if len(steps) == 1 else "",
             markersize=3, solid_capstyle="round",
         )  # fmt: skip
         seen += _inliers(values)
-        ends += _end(steps, line, run.name if len(runs) > 1 else "", colour)
-        ends += _draw_beside(place, run, panel, colour)
+        ends += _end(steps, line, run.name if len(runs) > 1 else "", color)
+        ends += _draw_beside(place, run, panel, color)
     _style(place, panel, seen)
     _label_ends(place, ends)
 
@@ -154,7 +154,7 @@ def _inliers(values: Sequence[float]) -> list[float]:
 
 
 def _draw_beside(
-    place: Any, run: Run, panel: Panel, colour: str
+    place: Any, run: Run, panel: Panel, color: str
 ) -> list[tuple[float, float, str, str]]:
     name, word = panel.beside
     steps, values = run.series(name) if name else ([], [])
@@ -162,21 +162,21 @@ def _draw_beside(
         return []
     values = [value * panel.scale for value in values]
     place.plot(
-        steps, values, color=colour, linewidth=1.0, linestyle=(0, (3, 2)), marker="o",
+        steps, values, color=color, linewidth=1.0, linestyle=(0, (3, 2)), marker="o",
         markersize=2.5,
     )  # fmt: skip
-    return _end(steps, values, word, colour)
+    return _end(steps, values, word, color)
 
 
 def _end(
-    steps: Sequence[int], values: Sequence[float], text: str, colour: str
+    steps: Sequence[int], values: Sequence[float], text: str, color: str
 ) -> list[tuple[float, float, str, str]]:
     """Return a label at a line's last finite value, or an empty list if there is no such value."""
     finite = [(s, v) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
     if not finite:
         return []
     step, value = finite[-1]
-    return [(step, value, f"{text} {_short(value)}".strip(), colour)]
+    return [(step, value, f"{text} {_short(value)}".strip(), color)]
 
 
 def _short(value: float, num_digits: int = 3) -> str:
@@ -220,12 +220,12 @@ def _label_ends(place: Any, ends: list[tuple[float, float, str, str]]) -> None:
     spots = [(place.transData.transform((right, end[1]))[1], end) for end in ends]
     least = 11 * place.figure.dpi / 72  # of the labels' lines
     high = -math.inf
-    for at, (_, value, text, colour) in sorted(spots, key=lambda spot: spot[0]):
+    for at, (_, value, text, color) in sorted(spots, key=lambda spot: spot[0]):
         moved = max(at, high + least)
         high = moved
         place.annotate(
             text, (right, value), xytext=(5, (moved - at) * 72 / place.figure.dpi),
-            textcoords="offset points", color=colour, fontsize=8, va="center",
+            textcoords="offset points", color=color, fontsize=8, va="center",
             annotation_clip=False,
         )  # fmt: skip
 

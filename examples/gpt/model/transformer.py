@@ -126,10 +126,10 @@ class GPT(nn.Module):
         self.final_norm = nn.LayerNorm(config.width)
         table = rotary_table(config.context, config.width // config.heads)
         self.register_buffer("rotary", table, persistent=False)
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
-        """Initialise the weights as in GPT-2, with smaller ones in residual projections."""
+    def _initialize(self) -> None:
+        """Initialize the weights as in GPT-2, with smaller ones in residual projections."""
         residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if name.endswith(("out.weight", "down.weight")):

@@ -1,1 +1,1 @@
-"""The output of a run: progress, losses, and the utilisation of the machine."""
+"""The output of a run: progress, losses, and the utilization of the machine."""

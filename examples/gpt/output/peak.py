@@ -1,4 +1,4 @@
-"""Find the peak for utilisation (MFU), as stated by the user or measured here, never guessed.
+"""Find the peak for utilization (MFU), as stated by the user or measured here, never guessed.
 
 The measured peak is the rate that large matrix products reach on all ranks at the same time, in the
 dtype of the training. On shared cores, or on a processor that slows down under load, it is lower

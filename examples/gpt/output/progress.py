@@ -40,7 +40,7 @@ class Scale:
     num_steps: int
     tokens_per_step: int
     flops_per_token: int
-    peak: Peak | None = None  # base of utilisation; None: not shown
+    peak: Peak | None = None  # base of utilization; None: not shown
 
     def tokens_per_s(self, step_s: float) -> float:
         """Return the tokens per second if a step takes `step_s`."""

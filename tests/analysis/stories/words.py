@@ -168,7 +168,7 @@ def a_connection_of_the_users_own_is_no_peers() -> Job:
 def a_users_own_timeout_in_a_runtime_error() -> Job:
     job = Job(2).train(2)
     job[0].raised(
-        "builtins.RuntimeError", "timed out waiting for the licence server",
+        "builtins.RuntimeError", "timed out waiting for the license server",
         bases=("builtins.Exception",),
     )  # fmt: skip
     job[1].all_reduce(inside=True)

@@ -27,7 +27,7 @@ def _me(number=signal.SIGTERM):
 
 
 def _loop(rank, at, *, reduce=True, skew_s=0.0, ask=_me):
-    """Take steps until the ranks stop; the ranks in `at` are signalled in the step it names."""
+    """Take steps until the ranks stop; the ranks in `at` are signaled in the step it names."""
     world = dist.world()
     x = np.ones(8, np.float32)
     for step in range(LAST if reduce else 100 * LAST):  # no rank ends before a slow one has asked
@@ -42,7 +42,7 @@ def _loop(rank, at, *, reduce=True, skew_s=0.0, ask=_me):
     return None
 
 
-def _signalled(rank, world_size, at, reduce, skew_s):
+def _signaled(rank, world_size, at, reduce, skew_s):
     dist.init(timeout_s=60.0)
     before = signal.getsignal(signal.SIGTERM)
     dist.stop_on_signals()
@@ -56,7 +56,7 @@ def _signalled(rank, world_size, at, reduce, skew_s):
     "at", [{0: 3}, {2: 3}, {0: 3, 1: 3, 2: 3}, {1: 2, 2: 5}], ids=["first", "last", "all", "two"]
 )
 def test_a_signal_to_any_rank_stops_all_ranks_at_the_same_step(at):
-    ends = run_ranks(_signalled, 3, at, True, 0.0)
+    ends = run_ranks(_signaled, 3, at, True, 0.0)
     steps = {end[0] for end in ends}
     assert len(steps) == 1, ends
     assert min(at.values()) <= steps.pop() <= max(at.values()) + 2, ends
@@ -66,7 +66,7 @@ def test_a_signal_to_any_rank_stops_all_ranks_at_the_same_step(at):
 
 
 def test_ranks_that_wait_for_nothing_from_each_other_stop_at_the_same_step():
-    ends = run_ranks(_signalled, 3, {0: 20}, False, 0.002)
+    ends = run_ranks(_signaled, 3, {0: 20}, False, 0.002)
     assert len({end[0] for end in ends}) == 1, ends
     assert ends[0][0] >= 20
 
@@ -99,15 +99,15 @@ def _inside(rank, world_size):
     store = sys.modules["echelon.dist.runtime"]._need().store
     x = np.ones(2, np.float32)
 
-    def signalled():
+    def signaled():
         _me()
-        store.set("test/signalled", b"1")
+        store.set("test/signaled", b"1")
 
     for step in range(LAST):
         if rank == 1 and step == 2:
-            once_inside("all_reduce", signalled)
+            once_inside("all_reduce", signaled)
         if rank == 0 and step == 2:
-            store.wait(["test/signalled"], timeout=60.0)  # rank 1 waits in its all_reduce
+            store.wait(["test/signaled"], timeout=60.0)  # rank 1 waits in its all_reduce
         if not dist.should_stop():
             world.all_reduce(x, op="avg")
             continue

@@ -123,5 +123,5 @@ def _with_a_gap(rank, size):
     dist.shutdown()
 
 
-def test_runs_that_are_not_neighbours_are_an_error_with_the_rank():
+def test_runs_that_are_not_neighbors_are_an_error_with_the_rank():
     run_ranks(_with_a_gap, 2, timeout_s=60)

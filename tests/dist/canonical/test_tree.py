@@ -128,7 +128,7 @@ def test_another_order_gives_other_bits_so_the_comparison_can_fail():
     assert not torch.equal(in_rank_order, tree_sum(leaves, torch.add))
 
 
-def test_even_runs_are_neighbours_and_differ_by_one():
+def test_even_runs_are_neighbors_and_differ_by_one():
     runs = even_runs(8, 3)
     assert runs == (Run(0, 3, 8), Run(3, 6, 8), Run(6, 8, 8))
     assert [len(run) for run in even_runs(2, 4)] == [1, 1, 0, 0]

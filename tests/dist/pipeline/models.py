@@ -41,7 +41,7 @@ class Head(nn.Module):
 
 
 def make_stage(index, num_stages):
-    """Stage i has i % 3 blocks besides what its place asks for: no two neighbours are alike."""
+    """Stage i has i % 3 blocks besides what its place asks for: no two neighbors are alike."""
     torch.manual_seed(100 + index)
     layers = [Embed()] if index == 0 else []
     layers += [Block() for _ in range(index % 3)] or [nn.Identity()]

@@ -4,7 +4,7 @@ import pytest
 
 from echelon.dist.pipeline import Action, Plan, PlanError, schedule
 from echelon.dist.pipeline.plan.action import Kind
-from echelon.dist.pipeline.plan.catalogue import NAMES
+from echelon.dist.pipeline.plan.catalog import NAMES
 from echelon.dist.pipeline.plan.lower import add_messages, add_sharding
 
 TEXTS = [

@@ -67,7 +67,7 @@ def _run_wide(group, plan, num_rows):
 def _swapped_sends(group):
     """pytorch#172668: with sends before receives on both ranks torch's batched messages deadlock.
 
-    The same order of messages, and a plan whose two ranks favour opposite ways.
+    The same order of messages, and a plan whose two ranks favor opposite ways.
     """
     plan = Plan.from_csv(
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from echelon.dist.pipeline import schedule, simulate
-from echelon.dist.pipeline.plan.catalogue import NAMES
+from echelon.dist.pipeline.plan.catalog import NAMES
 from echelon.dist.pipeline.plan.check import check_plan
 from echelon.dist.pipeline.plan.deadlock import find_deadlock
 from echelon.dist.pipeline.plan.lower import add_messages, add_sharding

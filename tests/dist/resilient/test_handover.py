@@ -194,7 +194,7 @@ def test_a_tensor_that_occurs_twice_is_sent_once():
 
 
 _Pair = namedtuple("_Pair", "one two")  # noqa: PYI024
-_Colour = enum.IntEnum("_Colour", ["RED"])
+_Color = enum.IntEnum("_Color", ["RED"])
 _LOOP: list = []
 _LOOP.append(_LOOP)
 
@@ -206,7 +206,7 @@ _LOOP.append(_LOOP)
         (_Pair(1, 2), "has type _Pair"),
         ({1}, "has type set"),
         ([deque()], r"\['value'\]\[0\] has type deque"),
-        (_Colour.RED, "has type _Colour"),
+        (_Color.RED, "has type _Color"),
         (np.array([None]), "has dtype object"),
         (np.zeros(2, "i4,f4"), "has dtype"),
         (torch.eye(3).to_sparse(), "is a sparse, quantized or meta tensor"),

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 _TOTAL = 8
 # Of three hosts with a rank each: the owner of some shards, and the rank that has their only other
-# copy. It dies in the same step, or, if it has learnt of the other death there, right after it.
+# copy. It dies in the same step, or, if it has learned of the other death there, right after it.
 _OWNER_AND_PARTNER = [(0, "forward", 5), (1, "forward", 5), (1, "before the meeting", 5)]
 
 

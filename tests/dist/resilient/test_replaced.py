@@ -61,8 +61,8 @@ def test_a_killed_rank_is_replaced_and_the_bits_are_those_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_a_rank_joins_others_that_keep_parameters_among_neighbours(tmp_path, undisturbed):
-    """Two neighbours, of four ranks; none of three, meanwhile."""
+def test_a_rank_joins_others_that_keep_parameters_among_neighbors(tmp_path, undisturbed):
+    """Two neighbors, of four ranks; none of three, meanwhile."""
     ends, _ = run_replaced(
         train_replaced, 4, tmp_path, _TOTAL, "near", [],
         lives={2: [[(2, "forward", CHANGES_AT + 1)], []]}, whole=[],

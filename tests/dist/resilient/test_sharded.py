@@ -71,12 +71,12 @@ def test_ranks_may_die_before_the_copies_of_the_next_world_exist(tmp_path, undis
     assert [end[0] for end in ends] == [undisturbed]
 
 
-def test_a_number_of_neighbours_that_fits_fewer_ranks_no_longer_is_survived(tmp_path, undisturbed):
+def test_a_number_of_neighbors_that_fits_fewer_ranks_no_longer_is_survived(tmp_path, undisturbed):
     ends = _survive(tmp_path, 4, [(1, "forward", 2)], "near")
     assert [end[0] for end in ends] == [undisturbed] * 3
 
 
-def test_a_number_of_neighbours_that_does_not_fit_is_named_once(training):
+def test_a_number_of_neighbors_that_does_not_fit_is_named_once(training):
     state = training._state
     (unit,) = units_of(state._model)
     unit.near_size = 2

@@ -20,12 +20,12 @@ pytestmark = pytest.mark.ranks
 _TOTAL = 14
 
 
-def _train(rank, world_size, folder, kills, signalled, wishes):
+def _train(rank, world_size, folder, kills, signaled, wishes):
     """Train, and return what each step was told: its epoch, its number, whether to stop or save.
 
     Args:
         kills: by rank, the step in which it dies.
-        signalled: the rank and the step in which it gets SIGTERM, in any epoch.
+        signaled: the rank and the step in which it gets SIGTERM, in any epoch.
         wishes: the same for a request, in epoch 0 and just before a loss.
     """
     introduce(folder, rank)
@@ -42,7 +42,7 @@ def _train(rank, world_size, folder, kills, signalled, wishes):
                 if wishes[0] not in (-1, rank):  # the others notice the death from now on
                     runtime.job_store().wait(["asked"], timeout=60)
                 die()
-            if (rank, step) == signalled:
+            if (rank, step) == signaled:
                 os.kill(os.getpid(), signal.SIGTERM)
             if (rank, step, world.epoch) == (*wishes, 0):
                 dist.request_stop("enough")
@@ -58,9 +58,9 @@ def _train(rank, world_size, folder, kills, signalled, wishes):
     return told, reason, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def _run(tmp_path, kills, signalled=(-1, -1), wishes=(-1, -1)):
+def _run(tmp_path, kills, signaled=(-1, -1), wishes=(-1, -1)):
     codes = dict.fromkeys(kills, -signal.SIGKILL)
-    ends, _ = run_watched(_train, 4, tmp_path, kills, signalled, wishes, exit_codes=codes)
+    ends, _ = run_watched(_train, 4, tmp_path, kills, signaled, wishes, exit_codes=codes)
     assert len(ends) == 4 - len(kills)
     assert all(is_default for *_, is_default in ends)  # the handler is gone only at the end
     (reason,) = {reason for _, reason, _ in ends}
@@ -74,7 +74,7 @@ def _run(tmp_path, kills, signalled=(-1, -1), wishes=(-1, -1)):
 
 
 def test_a_stop_is_agreed_on_after_a_loss_and_kept_over_another(tmp_path):
-    stops, reason, told = _run(tmp_path, {1: 2, 3: 8}, signalled=(2, 4))
+    stops, reason, told = _run(tmp_path, {1: 2, 3: 8}, signaled=(2, 4))
     assert stops[0] in ((1, 5), (1, 6))
     assert [step for epoch, step in stops if epoch == 1] == list(range(stops[0][1], 8))
     again = [step for epoch, step in stops if epoch == 2]

@@ -274,7 +274,7 @@ class Mortal:
 class Training(Mortal):
     """One rank's training, with what is to kill it.
 
-    Its layout is "" (replicated), "sharded", "near" (sharded, and kept among two neighbours after a
+    Its layout is "" (replicated), "sharded", "near" (sharded, and kept among two neighbors after a
     forward), or "hsdp" (two replicas where the number of ranks is even, and whole blocks are kept
     after a forward). "sharded and saved" and "hsdp and saved" also save a checkpoint. What follows
     ", " is a habit: "halved" changes the optimizer's state at the beginning of step HALVED_STEP;

@@ -77,7 +77,7 @@ def test_a_newer_greeting_can_be_read_and_so_refused():
     import msgpack
 
     name, values = msgpack.unpackb(pack(Hello(node="a", host="b", num_workers=1)))
-    data = msgpack.packb([name, values | {"version": 99, "colour": "blue"}])
+    data = msgpack.packb([name, values | {"version": 99, "color": "blue"}])
     hello = unpack(data)
     assert isinstance(hello, Hello)
     assert hello.version == 99

@@ -45,7 +45,7 @@ def test_a_rank_that_cannot_be_killed_is_left_behind_and_named(job):
     assert "rank 1 cannot be killed" in job.terminal.text
 
 
-def test_all_nodes_are_asked_to_stop_and_workers_are_signalled_once_with_their_grace(job):
+def test_all_nodes_are_asked_to_stop_and_workers_are_signaled_once_with_their_grace(job):
     for node in (job.other, job.host, job.other):
         job.take(node, m.StopAsked(number=signal.SIGTERM))
     stops = job.commands(m.Stop, job.other)
@@ -121,7 +121,7 @@ def test_a_launcher_that_stood_still_does_not_take_that_for_its_ranks_stall(tmp_
     assert job.commands(m.Collect) == []
     for _ in range(60):  # from here on it runs, and hears nothing
         if job.commands(m.Collect):
-            break  # no further: an incident that is complete would be analysed by a process
+            break  # no further: an incident that is complete would be analyzed by a process
         now_s += 0.5
         job.look()
     (collect, _) = job.commands(m.Collect)

@@ -194,7 +194,7 @@ class NoPermission(Day):
     arguments = ("--nobody",)
     options = ("--shutdown-timeout", "1")
     most_lines = 4  # of two ranks: when they live on, and when they are given up
-    at_start = 0  # nobody has to be signalled
+    at_start = 0  # nobody has to be signaled
 
     def is_named(self, moment: str) -> bool:
         return moment in ("failure", "stop")

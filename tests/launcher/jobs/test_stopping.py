@@ -65,7 +65,7 @@ def _saved(folder: Path) -> list[str]:
         pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_all_launchers_are_signalled_at_once_and_every_rank_saves(
+def test_all_launchers_are_signaled_at_once_and_every_rank_saves(
     cluster, tmp_path, num_nodes, number
 ):
     job = cluster(_SCRIPT, "0.4")

@@ -68,7 +68,7 @@ def test_the_store_outlives_the_ranks_that_meet_there_to_save(cluster, tmp_path)
     assert (report["ended_by"], report["exit_code"], report["incidents"]) == ("signal", 143, [])
 
 
-def test_a_node_that_is_signalled_whole_leaves_and_the_others_continue(cluster, tmp_path):
+def test_a_node_that_is_signaled_whole_leaves_and_the_others_continue(cluster, tmp_path):
     job = cluster(_SCRIPT, "once")
     options = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60")
     first, second = _started(job, 2, *options)

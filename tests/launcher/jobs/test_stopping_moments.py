@@ -1,4 +1,4 @@
-"""Every way to stop a job at every moment of it: who is signalled, with what, and when.
+"""Every way to stop a job at every moment of it: who is signaled, with what, and when.
 
 Whatever the cell, every launcher ends with the signal's exit code, every rank that was told to stop
 has saved, which takes 3 s, and nothing is left.
@@ -107,7 +107,7 @@ def test_one_person_who_asks_twice_on_the_only_node_does_not_wait(cluster):
 
 @pytest.mark.parametrize(("grace", "is_saved"), [("1", False), ("30", True)])
 @pytest.mark.parametrize("target", ["all", "host", "last"])
-def test_the_shutdown_timeout_is_honoured_on_every_node(cluster, target, grace, is_saved):
+def test_the_shutdown_timeout_is_honored_on_every_node(cluster, target, grace, is_saved):
     job = cluster(_SCRIPT, "4")
     options = ("--nnodes", "3", "--shutdown-timeout", grace)
     nodes = [job.start(*options, rank=rank, nproc=1) for rank in range(3)]

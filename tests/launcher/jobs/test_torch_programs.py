@@ -126,7 +126,7 @@ def test_a_crash_names_the_rank_and_not_its_victims(train):
 
 
 @pytest.mark.slow  # the launcher waits 12 s for dumps, which three ranks of a busy machine may miss
-def test_torchs_own_dumps_are_collected_and_analysed(train, tmp_path):
+def test_torchs_own_dumps_are_collected_and_analyzed(train, tmp_path):
     """Rank 0's appears, as if its watchdog had given up; the others are asked for theirs.
 
     A record of ours that misses what was called on a device does not stand in for them.

@@ -39,8 +39,8 @@ class Rank:
         self.limits = NodeLimits(1, 60.0, lambda _: self.num_printed)
         self.progress_ns = self.now_ns
 
-    def look(self, *, initialised: bool = True) -> Summary:
-        sight = Sight(rank=0, initialised=initialised, progress_mono_ns=self.progress_ns)
+    def look(self, *, initialized: bool = True) -> Summary:
+        sight = Sight(rank=0, initialized=initialized, progress_mono_ns=self.progress_ns)
         self.limits.see(self.worker, self.live, sight, self.now_ns, self._age_s)
         return self.limits.sum_up([sight], self._age_s)
 
@@ -76,7 +76,7 @@ def test_what_a_rank_printed_before_it_became_quiet_is_no_sign_of_work(rank):
 def test_a_wait_beyond_its_history_is_told_with_its_call_site(rank, monkeypatch):
     monkeypatch.setattr(history, "MIN_SAMPLES", 20)
     group = rank.recorder.group("dp", (0, 1))
-    assert rank.look(initialised=False).is_excused
+    assert rank.look(initialized=False).is_excused
 
     def call() -> int:
         return rank.recorder.begin(group, "all_reduce")  # one call site

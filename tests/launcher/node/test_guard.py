@@ -249,8 +249,8 @@ def test_workers_die_at_the_fence_and_none_starts_after_it(run):
     assert run.wait_for(Exited, 2)[1].code == 0
 
 
-def test_a_stray_is_signalled_through_a_pidfd_and_only_while_it_is_below(monkeypatch):
-    """Its pid may be another's by the time it is signalled."""
+def test_a_stray_is_signaled_through_a_pidfd_and_only_while_it_is_below(monkeypatch):
+    """Its pid may be another's by the time it is signaled."""
     by_pid: list[int] = []
     kill = os.kill
     monkeypatch.setattr(os, "kill", lambda pid, _: by_pid.append(pid))

@@ -108,7 +108,7 @@ def test_a_hooked_rank_that_exits_is_not_silent_since_it_last_computed(
     identity = Identity(rank=0, pid=os.getpid(), settings={"hooked": "torch"})
     ring = Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16)
     recorder = Recorder(ring)
-    recorder.mark_initialised()
+    recorder.mark_initialized()
     sighting = Sighting(start, [worker], lambda _: 0)
     for _ in range(100):
         now_ns += 1_000_000_000
@@ -127,7 +127,7 @@ def test_a_program_that_was_hooked_is_not_silent_while_it_prints(tmp_path: Path,
     identity = Identity(rank=0, pid=os.getpid(), settings={"hooked": "torch"} if hooked else {})
     ring = Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16)
     recorder = Recorder(ring)
-    recorder.mark_initialised()
+    recorder.mark_initialized()
     hour_ns = 3_600_000_000_000  # a machine that was just booted has less
     ring.live[Live.PROGRESS_MONO_NS] = max(1, time.monotonic_ns() - hour_ns)
     worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
@@ -144,16 +144,16 @@ def test_a_program_that_was_hooked_is_not_silent_while_it_prints(tmp_path: Path,
     assert is_silent is not hooked
 
 
-@pytest.mark.parametrize("initialised", [True, False])
-def test_a_rank_that_gets_no_processor_may_take_long_until_it_initialises(
-    tmp_path: Path, monkeypatch, initialised
+@pytest.mark.parametrize("initialized", [True, False])
+def test_a_rank_that_gets_no_processor_may_take_long_until_it_initializes(
+    tmp_path: Path, monkeypatch, initialized
 ) -> None:
     ring = Ring(
         tmp_path / "ring", Identity(rank=0, pid=os.getpid()), num_operations=16, num_spans=16
     )
     recorder = Recorder(ring)
-    if initialised:
-        recorder.mark_initialised()
+    if initialized:
+        recorder.mark_initialized()
     now_ns = waited_ns = time.monotonic_ns()
     monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
     monkeypatch.setattr(Activity, "_cpu_ticks", lambda _: 0)
@@ -169,7 +169,7 @@ def test_a_rank_that_gets_no_processor_may_take_long_until_it_initialises(
     sighting.close()
     recorder.close()
     assert sight is not None
-    assert (sight.folded[2] > 60_000) is initialised
+    assert (sight.folded[2] > 60_000) is initialized
 
 
 def _sights(pending_ms: int = -1, progress_ms: int = 10, ranks: tuple = ()) -> m.Sights:

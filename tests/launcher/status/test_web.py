@@ -186,12 +186,12 @@ const begun = setInterval(() => {
   const move = {clientX: box.left + box.width / 2, clientY: box.top + 2};
   canvas.dispatchEvent(new PointerEvent("pointermove", move));
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, 1).data;
-  const colours = new Set();
-  for (let n = 0; n < pixels.length; n += 4) colours.add(pixels.slice(n, n + 3).join());
+  const colors = new Set();
+  for (let n = 0; n < pixels.length; n += 4) colors.add(pixels.slice(n, n + 3).join());
   const out = document.createElement("output");
   out.id = "seen";
   out.textContent = JSON.stringify({
-    faults, colours: colours.size, rows: document.querySelectorAll(".row").length,
+    faults, colors: colors.size, rows: document.querySelectorAll(".row").length,
     goodput: document.getElementById("goodput").textContent,
     tip: document.getElementById("tip").textContent,
     verdict: document.querySelector(".incident p").textContent,
@@ -228,7 +228,7 @@ def test_the_page_works_in_a_browser(width, run, tmp_path):
     seen = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     assert (seen["faults"], seen["injected"]) == ([], 0)
     assert seen["rows"] == 2
-    assert seen["colours"] >= 4
+    assert seen["colors"] >= 4
     assert seen["goodput"].endswith(" %")
     assert " at " in seen["tip"]
     assert seen["verdict"].startswith("rank 1 ended by SIGKILL <script>")

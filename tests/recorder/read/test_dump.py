@@ -51,7 +51,7 @@ def test_a_record_comes_back_from_its_dump(record, tmp_path):
     assert [asdict(one) for one in back.signatures] == [asdict(one) for one in record.signatures]
 
 
-def test_a_summarised_signature_comes_back(record, tmp_path):
+def test_a_summarized_signature_comes_back(record, tmp_path):
     signatures = [*record.signatures[:-1], Signature("int8", summary=(9, 1 << 40, 0xFFFFFFFF))]
     write_dump(replace(record, signatures=signatures), tmp_path / "dump")
     assert read_dump(tmp_path / "dump").signatures[-1] == signatures[-1]
@@ -96,7 +96,7 @@ def test_a_newer_minor_with_unknown_parts_is_read(record, tmp_path):
     def change(top: dict) -> None:
         top["version"] = [FORMAT_MAJOR, FORMAT_MINOR + 5]
         top["weather"] = "fine"
-        top["identity"]["colour"] = "red"
+        top["identity"]["color"] = "red"
         top["host"]["humidity"] = 0.4
         top["last_words"]["language"] = "en"
         top["live"] += [1, 2, 3]

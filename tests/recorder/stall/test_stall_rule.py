@@ -9,11 +9,11 @@ from echelon.recorder.stall.watchdog import Sight, StallRule
 S = 1_000_000_000
 
 
-def sight(rank=0, *, initialised=True, progress=0.0, pending=0.0, ended=0, seen=0.0):
+def sight(rank=0, *, initialized=True, progress=0.0, pending=0.0, ended=0, seen=0.0):
     return Sight(
         rank=rank,
         seen_mono_ns=int(seen * S),
-        initialised=initialised,
+        initialized=initialized,
         progress_mono_ns=int(progress * S),
         pending_mono_ns=int(pending * S),
         num_ended=ended,
@@ -61,10 +61,10 @@ def test_what_is_read_just_now_counts_at_once_after_a_stall():
         ([sight(0, progress=100), sight(1, progress=105)], 115, "no rank recorded anything"),
         ([sight()], 109, None),
         ([sight()], 110, "no rank recorded anything for 10 s"),
-        ([sight(initialised=False)], 149, None),
-        ([sight(initialised=False)], 150, "no rank reached init for 50 s"),
-        ([sight(initialised=False, progress=120)], 169, None),
-        ([sight(0, initialised=False), sight(1, progress=105)], 115, "no rank recorded anything"),
+        ([sight(initialized=False)], 149, None),
+        ([sight(initialized=False)], 150, "no rank reached init for 50 s"),
+        ([sight(initialized=False, progress=120)], 169, None),
+        ([sight(0, initialized=False), sight(1, progress=105)], 115, "no rank recorded anything"),
     ],
     ids=[
         "nobody lives",
@@ -128,8 +128,8 @@ def test_a_rank_that_ends_during_a_stall_is_no_progress():
 
 def test_a_rank_that_comes_during_a_stall_is_progress():
     watch = rule()
-    assert watch.look([sight(0, initialised=False)], 150 * S)
-    looks = [sight(0, initialised=False), sight(1, initialised=False, progress=151)]
+    assert watch.look([sight(0, initialized=False)], 150 * S)
+    looks = [sight(0, initialized=False), sight(1, initialized=False, progress=151)]
     assert watch.look(looks, 152 * S) is None
     assert not watch.is_stalled
 
@@ -138,7 +138,7 @@ def foreign(rank=0, *, met=True, progress=0.0, signs=0, dumps=0):
     """What is seen of a rank that records nothing."""
     return Sight(
         rank=rank,
-        initialised=met,
+        initialized=met,
         progress_mono_ns=int(progress * S),
         num_ended=signs,
         records=False,
@@ -181,7 +181,7 @@ def test_a_busy_rank_does_not_end_the_waiting_of_others():
     busy = foreign(1, progress=110, signs=5)
 
     def waits(signs, pending):
-        return Sight(rank=0, initialised=True, progress_mono_ns=int(pending * S), num_ended=signs,
+        return Sight(rank=0, initialized=True, progress_mono_ns=int(pending * S), num_ended=signs,
                      pending_mono_ns=int(pending * S), records=False)  # fmt: skip
 
     assert "rank 0 has an operation pending" in watched.look([waits(3, 100), busy], 111 * S).reason
@@ -194,9 +194,9 @@ def test_a_busy_rank_does_not_end_the_waiting_of_others():
 
 def test_what_took_long_before_gets_more_time_than_anything_else():
     def stall(patient_until_s: float, now_s: float):
-        waits = Sight(rank=0, initialised=True, pending_mono_ns=S, progress_mono_ns=S)
+        waits = Sight(rank=0, initialized=True, pending_mono_ns=S, progress_mono_ns=S)
         saves = Sight(
-            rank=1, initialised=True, progress_mono_ns=S,
+            rank=1, initialized=True, progress_mono_ns=S,
             patient_until_mono_ns=int(patient_until_s * S),
         )  # fmt: skip
         return StallRule(60.0, 0).look([waits, saves], int(now_s * S))

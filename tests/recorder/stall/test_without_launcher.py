@@ -92,7 +92,7 @@ def stuck_here(recorder):
     recorder.completed(number)
 
 recorder = current()
-recorder.mark_initialised()
+recorder.mark_initialized()
 stuck_here(recorder)
 print("goes on", flush=True)
 input()
@@ -133,7 +133,7 @@ def stalled(program, folder, rank, **environ):
         """
 from echelon.recorder.current import current
 recorder = current()
-recorder.mark_initialised()
+recorder.mark_initialized()
 recorder.begin(recorder.group("world", (0, 1)), "barrier", sequence=0)
 input()
 """,

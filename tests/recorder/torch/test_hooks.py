@@ -197,7 +197,7 @@ def test_steps_and_phases_are_recorded(recorded):
     _, rings = recorded
     for ring in rings:
         assert ring.live[Live.STEP] == 1 + 6, "two trainings of three steps"
-        assert ring.live[Live.INITIALISED] == 1
+        assert ring.live[Live.INITIALIZED] == 1
         spans = [(ring.strings[row["name"]], ring.strings[row["detail"]]) for row in ring.spans]
         names = [name for name, _ in spans]
         assert names.count("data_wait") == 3, "two batches and the end"

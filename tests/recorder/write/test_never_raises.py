@@ -28,7 +28,7 @@ for i in range(50):
             recorder.completed(number)
             recorder.failed(recorder.begin(group, "send"), ValueError("x"))
             recorder.identify(world_size=2)
-            recorder.mark_initialised()
+            recorder.mark_initialized()
 print("trained", flush=True)
 """
 

@@ -223,7 +223,7 @@ def test_splits_come_back(recorder, look):
     ],
     ids=["tensors", "dims", "splits"],
 )
-def test_what_does_not_fit_is_summarised(recorder, look, shapes, inputs, outputs):
+def test_what_does_not_fit_is_summarized(recorder, look, shapes, inputs, outputs):
     recorder.begin(0, "all_to_all", dtype="int8", shapes=shapes, input_splits=inputs,
                    output_splits=outputs)  # fmt: skip
     record = look()
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_summarised(recorder, look, shapes, inputs, outputs
     numel = sum(int(np.prod(shape)) for shape in shapes)
     expected = (len(shapes), numel, crc32(np.array(numbers, "<i8").tobytes()))
     assert record.signatures[row["signature"]] == Signature("int8", summary=expected)
-    assert row["flags"] & Flag.SUMMARISED
+    assert row["flags"] & Flag.SUMMARIZED
 
 
 @pytest.mark.parametrize(

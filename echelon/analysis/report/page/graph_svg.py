@@ -61,7 +61,7 @@ class _Box:
         return max(90, 26 + 7 * len(self.label))
 
     @property
-    def centre(self) -> int:
+    def center(self) -> int:
         return self.x + self.width // 2
 
     @property
@@ -87,17 +87,17 @@ def _edge(drawing: Drawing, places: Sequence[_Box], number: int) -> str:
         x, y = (x1 + x2) // 2, (y1 + y2) // 2 - 6
     elif gap > 1:  # above any nodes in between
         path = (
-            f"M{source.centre} {source.y} C{source.centre} 6 "
-            f"{target.centre} 6 {target.centre} {target.y}"
+            f"M{source.center} {source.y} C{source.center} 6 "
+            f"{target.center} 6 {target.center} {target.y}"
         )
-        x, y = (source.centre + target.centre) // 2, 18
+        x, y = (source.center + target.center) // 2, 18
     elif gap < 0:  # backwards, to close a cycle
         low = max(source.y, target.y) + _NODE_HEIGHT
         path = (
-            f"M{source.centre} {source.y + _NODE_HEIGHT} C{source.centre} {low + 46} "
-            f"{target.centre} {low + 46} {target.centre} {target.y + _NODE_HEIGHT}"
+            f"M{source.center} {source.y + _NODE_HEIGHT} C{source.center} {low + 46} "
+            f"{target.center} {low + 46} {target.center} {target.y + _NODE_HEIGHT}"
         )
-        x, y = (source.centre + target.centre) // 2, low + 48
+        x, y = (source.center + target.center) // 2, low + 48
     else:  # within a column: out at the right and back in from the right
         x2 = target.x + target.width
         reach = max(x1, x2) + 60 + 20 * (number % 4)

@@ -27,7 +27,7 @@ from echelon.analysis.report.page.timeline import timeline
 from echelon.analysis.report.text import alternative_line
 
 _MAX_ROWS = 16
-_PHASE_COLOURS = {
+_PHASE_COLORS = {
     COMMUNICATION: "#5b8def",
     "compute": "#4fae7b",
     "data_wait": "#e0a63b",
@@ -169,8 +169,8 @@ def _rank_row(rank: RankTime) -> Sequence[str]:
         share = min(1.0, length_s / rank.window_s)
         if share < 0.005:
             continue
-        colour = _PHASE_COLOURS.get(name, "#8a94a6")
-        parts.append(f'<div style="width:{share * 100:.1f}%;background:{colour}"></div>')
+        color = _PHASE_COLORS.get(name, "#8a94a6")
+        parts.append(f'<div style="width:{share * 100:.1f}%;background:{color}"></div>')
         words.append(f"{name} {share:.0%}")
     return (
         f"<td>rank {rank.rank}</td>",

@@ -21,7 +21,7 @@
   const hue = (op) => hues[ops.indexOf(op) % hues.length];
   const dark = () => matchMedia("(prefers-color-scheme: dark)").matches;
   const fill = (op) => `hsl(${hue(op)} ${dark() ? "52% 58%" : "58% 52%"})`;
-  const spanColour = () => `hsl(38 ${dark() ? "55% 34%" : "85% 78%"})`;
+  const spanColor = () => `hsl(38 ${dark() ? "55% 34%" : "85% 78%"})`;
   const whole = [0, line.end * 1.02];
   let view = around(); // microseconds
   let scroll = 0; // pixels
@@ -111,7 +111,7 @@
     drawLabel(n, y);
   }
   function drawSpans(row, y, width) {
-    pen.fillStyle = spanColour();
+    pen.fillStyle = spanColor();
     for (let i = 0; i < row.spans.length; i += SPAN) {
       const long = row.spans[i + 1];
       const a = Math.max(LEFT, x(row.spans[i], width));
@@ -310,7 +310,7 @@
     legend.replaceChildren();
     ops.slice(0, 10).forEach((op) => entry(fill(op), op));
     entry(css("--pend"), "still inside, or failed");
-    if (line.names.length) entry(spanColour(), line.names.slice(0, 6).join(", "));
+    if (line.names.length) entry(spanColor(), line.names.slice(0, 6).join(", "));
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     legends();

@@ -17,7 +17,7 @@ import numpy as np
 from echelon.analysis.evidence.calls import Tables
 from echelon.analysis.evidence.model import ROW, Evidence, Incident, RankEvidence
 from echelon.analysis.sources.logs.endings import Ending, endings_in
-from echelon.analysis.sources.logs.lines import by_rank, is_labelled, read_text
+from echelon.analysis.sources.logs.lines import by_rank, is_labeled, read_text
 from echelon.analysis.sources.logs.messages import messages_in
 from echelon.recorder.format.schema import HostFacts, Identity
 
@@ -110,11 +110,11 @@ def _files(path: Path) -> Iterator[Path]:
 def _take(logs: _Logs, top: Path, file: Path, text: str) -> None:
     parts = file.relative_to(top).parts if file != top else (file.name,)
     attempt = max((int(m[1]) for part in parts if (m := _ATTEMPT.match(part))), default=0)
-    labelled = is_labelled(text)
-    shares = by_rank(text, labelled=labelled)
+    labeled = is_labeled(text)
+    shares = by_rank(text, labeled=labeled)
     named = [rank for rank in shares if rank >= 0]
     rank = _rank_of(parts, text)
-    if len(named) > 1 or labelled:
+    if len(named) > 1 or labeled:
         for one, share in shares.items():
             logs.add(one, attempt, share)
     else:

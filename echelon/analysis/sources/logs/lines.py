@@ -48,35 +48,35 @@ def _is_text(head: bytes) -> bool:
     return plain >= _TEXT_SHARE * len(head)
 
 
-def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
+def by_rank(text: str, *, labeled: bool = False) -> dict[int, str]:
     """Split a merged log by the rank named on each line. Lines without a rank have the key -1.
 
     Args:
-        labelled: whether a line can start with a label such as `3: ` or `3| `.
+        labeled: whether a line can start with a label such as `3: ` or `3| `.
     """
     parts: dict[int, list[str]] = {}
     for line in text.splitlines():
-        rank, rest = _split(line, labelled=labelled)
+        rank, rest = _split(line, labeled=labeled)
         parts.setdefault(rank, []).append(rest)
     return {rank: "\n".join(lines) + "\n" for rank, lines in parts.items()}
 
 
-def is_labelled(text: str) -> bool:
+def is_labeled(text: str) -> bool:
     """Return whether most lines of a log begin with a rank label."""
     lines = [line for line in text.splitlines() if line.strip()]
     labels = {match[1] for line in lines if (match := _LABEL.match(line))}
     return len(labels) > 1 and 2 * sum(bool(_LABEL.match(line)) for line in lines) > len(lines)
 
 
-def _split(line: str, *, labelled: bool) -> tuple[int, str]:
+def _split(line: str, *, labeled: bool) -> tuple[int, str]:
     rank = -1
     for pattern in (_TORCHRUN, _TORCH, _TORCH_WORDS):
         match = pattern.match(line)
         if match is not None:
             rank, line = int(match[1]), line[match.end() :]
-    if rank < 0 and labelled:
+    if rank < 0 and labeled:
         match = _LABEL.match(line)
         if match is not None:
             rank, line = int(match[1]), line[match.end() :]
-            _, line = _split(line, labelled=False)
+            _, line = _split(line, labeled=False)
     return rank, line

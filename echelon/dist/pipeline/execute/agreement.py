@@ -13,7 +13,7 @@ from echelon.dist.group import ProcessGroup
 from echelon.dist.pipeline.execute.partition import shared_with
 from echelon.dist.pipeline.execute.stage import Stage
 from echelon.dist.pipeline.execute.ties import Ties
-from echelon.dist.pipeline.plan.catalogue import schedule as schedule_of
+from echelon.dist.pipeline.plan.catalog import schedule as schedule_of
 from echelon.dist.pipeline.plan.check import check_plan
 from echelon.dist.pipeline.plan.plan import Plan
 

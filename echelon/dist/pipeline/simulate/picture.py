@@ -8,7 +8,7 @@ from echelon.dist.pipeline.plan.action import Action, Kind
 from echelon.dist.pipeline.plan.plan import counted
 from echelon.dist.pipeline.simulate.simulator import Simulation, Slot
 
-_COLOURS = {  # the first chunk's; later ones are lighter
+_COLORS = {  # the first chunk's; later ones are lighter
     Kind.FORWARD: (66, 133, 201),
     Kind.BACKWARD: (76, 154, 88),
     Kind.INPUT_GRAD: (222, 137, 44),
@@ -77,7 +77,7 @@ def _slot(
 
 
 def _box(part: Action, chunk: int, left: float, top: float, width: float, height: float) -> str:
-    red, green, blue = (int(c + (255 - c) * min(0.6, 0.35 * chunk)) for c in _COLOURS[part.kind])
+    red, green, blue = (int(c + (255 - c) * min(0.6, 0.35 * chunk)) for c in _COLORS[part.kind])
     box = (
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" '
         f'fill="rgb({red},{green},{blue})" stroke="#ffffff" stroke-width="0.5">'
@@ -94,7 +94,7 @@ def _box(part: Action, chunk: int, left: float, top: float, width: float, height
 
 def _legend(height: int) -> list[str]:
     out, left, top = [], _LEFT, height - 30
-    for kind, (red, green, blue) in _COLOURS.items():
+    for kind, (red, green, blue) in _COLORS.items():
         out.append(
             f'<rect x="{left}" y="{top}" width="14" height="14" fill="rgb({red},{green},{blue})"/>'
             f'<text x="{left + 19}" y="{top + 11}" fill="#222">{_WORDS[kind]}</text>'

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from echelon.dist.pipeline.plan.catalogue import NAMES, schedule
+from echelon.dist.pipeline.plan.catalog import NAMES, schedule
 from echelon.dist.pipeline.plan.plan import Plan, plan_of
 from echelon.dist.pipeline.simulate.costs import Costs
 from echelon.dist.pipeline.simulate.fitted import fitted

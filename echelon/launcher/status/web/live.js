@@ -11,7 +11,7 @@ const byId = (id) => document.getElementById(id);
 const query = location.search;
 let state = null;
 
-function colour(letter) {
+function color(letter) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${letter}`).trim();
 }
 
@@ -103,7 +103,7 @@ function drawColumns(canvas, letters) {
   const context = canvas.getContext("2d");
   for (let i = 0; i < letters.length; i++) {
     if (letters[i] === " ") continue;
-    context.fillStyle = colour(letters[i]);
+    context.fillStyle = color(letters[i]);
     context.fillRect(i, 0, 1, 1);
   }
 }

@@ -69,4 +69,4 @@ def encode_signature(shapes: Shapes, inputs: Splits, outputs: Splits) -> tuple[i
             size *= int(n)
         numel += size
     summary = struct.pack("<3q", len(shapes), clamped_i64(numel), crc32(data))
-    return int(Flag.SUMMARISED), 0, counts + summary
+    return int(Flag.SUMMARIZED), 0, counts + summary

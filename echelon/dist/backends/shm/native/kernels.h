@@ -4,7 +4,7 @@
  *   HALF_BY_F16C  1 where float16 is converted by F16C
  * so that one object file holds all of them and the choice is made at run time.
  *
- * Loops are written plainly for the compiler to vectorise. INDEPENDENT says that the output may be
+ * Loops are written plainly for the compiler to vectorize. INDEPENDENT says that the output may be
  * exactly one of the inputs but never overlaps one in another way.
  */
 

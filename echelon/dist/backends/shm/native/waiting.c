@@ -20,8 +20,8 @@
 
 /* How long to spin before sleeping follows what spinning brought: doubled when the peer came in
  * time, cut to a quarter when it did not, and tried at full length once in a while, since a short
- * spin never sees the end of waits that are longer. Measured on two cores beside busy neighbours:
- * a yield there costs a whole time slice of the neighbour (ms), and a fixed spin costs all of
+ * spin never sees the end of waits that are longer. Measured on two cores beside busy neighbors:
+ * a yield there costs a whole time slice of the neighbor (ms), and a fixed spin costs all of
  * itself whenever the peer is the one whom it keeps off the core. */
 enum { EC_LEAST_SPIN_NS = 4000, EC_MOST_SPIN_NS = 100000, EC_PAUSES = 64, EC_TRY_AGAIN = 16 };
 
