@@ -6,7 +6,7 @@ It averages a vector and saves it every few steps; at the end, the vector must e
 steps. It does not import torch, whose import would slow both launchers' restarts. Rank 0 alone
 saves, flushes and renames, in the layout of `echelon.dist.checkpoint`, on a thread that overlaps
 with the next steps. While the previous checkpoint is being written, a checkpoint is skipped. After
-some seconds, however, the next save overtakes it, unless an overtaken one is still being written
+some seconds, however, the next save supersedes it, unless a superseded one is still being written
 (as with `Keeper(patience_s=...)`). Rank 0 also writes each finished step to FOLDER/steps.log, the
 campaign's own account of time.
 """
@@ -32,7 +32,7 @@ from echelon.recorder.checkpoints import note_checkpoint
 
 _SLOW_S = 30.0  # how long a disk is slow, and
 _WRITE_S = 8.0  # how long it takes for a checkpoint then
-_PATIENCE_S = 10.0  # how long a checkpoint may take before the next one overtakes it
+_PATIENCE_S = 10.0  # how long a checkpoint may take before the next one supersedes it
 _FOR_EVER_S = 3600.0
 _ON_NODE = ("cut", "cut_for_good", "node_killed", "preempted", "bad_node")
 _IN_SAVE = ("slow_disk", "checkpoint_hang")
@@ -48,7 +48,7 @@ class Job:
         self.node = int(os.environ["CAMPAIGN_NODE"])
         self.world = dist.init(timeout_s=60)
         self.writing: Write | None = None
-        self.overtaken: Write | None = None
+        self.superseded: Write | None = None
         self.log = None
         if self.world.rank == 0:
             self.log = os.open(folder / "steps.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -169,10 +169,10 @@ class Job:
                     self.writing.join(max(0.0, left_s))
             elif left_s > 0:
                 return
-        has_overtaken = self.overtaken is not None and self.overtaken.is_alive()
-        if self.writing is not None and self.writing.is_alive() and not has_overtaken:
+        has_superseded = self.superseded is not None and self.superseded.is_alive()
+        if self.writing is not None and self.writing.is_alive() and not has_superseded:
             self.writing.span.__exit__(None)
-            self.overtaken, self.writing = self.writing, None
+            self.superseded, self.writing = self.writing, None
         self._finish_saving()
         self.writing = Write(self, step, x.copy())
         self.writing.start()

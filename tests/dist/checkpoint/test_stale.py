@@ -136,7 +136,7 @@ def test_a_writer_of_an_earlier_job_cannot_write_into_the_folder_of_a_later_one(
     assert Version(path).verify() == 4000
 
 
-def test_a_commit_that_was_overtaken_fails_and_touches_nothing(tmp_path, monkeypatch):
+def test_a_commit_that_was_superseded_fails_and_touches_nothing(tmp_path, monkeypatch):
     """Whatever step of its commit the stale writer stands at when the next save begins."""
     num_calls = 0
     for moment in range(40):
@@ -146,7 +146,7 @@ def test_a_commit_that_was_overtaken_fails_and_touches_nothing(tmp_path, monkeyp
         write_part(stale, 2)
         count = 0
 
-        def overtaken(call, path=path, moment=moment):
+        def superseded(call, path=path, moment=moment):
             def counted(*args, **kwargs):
                 nonlocal count
                 count += 1
@@ -158,7 +158,7 @@ def test_a_commit_that_was_overtaken_fails_and_touches_nothing(tmp_path, monkeyp
             return counted
 
         for name in STEPS:
-            monkeypatch.setattr(os, name, overtaken(getattr(os, name)))
+            monkeypatch.setattr(os, name, superseded(getattr(os, name)))
         with contextlib.suppress(OSError, CheckpointError):
             stale.commit(1, keep=2)
         monkeypatch.undo()

@@ -47,12 +47,12 @@ class _Others:
 
     Attributes:
         age_s: the age, in seconds, of the current save; None if that save has ended on all ranks.
-        may_be_overtaken: whether this keeper's next save is allowed to start without waiting for
+        may_be_superseded: whether this keeper's next save is allowed to start without waiting for
             the current save.
     """
 
     age_s: float | None
-    may_be_overtaken: bool
+    may_be_superseded: bool
 
 
 class Keeper:
@@ -118,7 +118,7 @@ class Keeper:
         self._in_background: int | None = None  # the step of the save that was begun last
         self._pending: PendingSave | None = None  # that save
         self._latest: int | None = None  # the step whose folder was made last
-        self._overtaken: int | None = None
+        self._superseded: int | None = None
         self._is_closed = False
         self._warned: set[str] = set()
 
@@ -236,10 +236,10 @@ class Keeper:
         if others.age_s <= self._patience_s and async_op:
             self._report(peers, f"step {step} not saved: {state}")
             return True
-        if others.age_s > self._patience_s and others.may_be_overtaken:
+        if others.age_s > self._patience_s and others.may_be_superseded:
             self._report(peers, f"{state}; step {step} is saved beside it")
-            self._overtaken, self._in_background = self._in_background, None
-            self._report_overtaken(peers, peers.all_gather(_said(pending.overtake())))
+            self._superseded, self._in_background = self._in_background, None
+            self._report_superseded(peers, peers.all_gather(_said(pending.supersede())))
         return False
 
     def _look_at_others(self, peers: Peers) -> _Others:
@@ -249,23 +249,25 @@ class Keeper:
         replaced a lost rank. If a superseded save has failed, rank 0 issues a warning.
         """
         is_foreign = pending.has_current() and not pending.is_current(self._pending)
-        own = [pending.writing_s(), is_foreign, pending.has_overtaken()]
-        rows = peers.all_gather([*own, _said(pending.overtaken_error())])
-        self._report_overtaken(peers, [said for *_, said in rows])
-        has_overtaken = any(row[2] for row in rows)
-        if not has_overtaken:
-            self._overtaken = None
+        own = [pending.writing_s(), is_foreign, pending.has_superseded()]
+        rows = peers.all_gather([*own, _said(pending.superseded_error())])
+        self._report_superseded(peers, [said for *_, said in rows])
+        has_superseded = any(row[2] for row in rows)
+        if not has_superseded:
+            self._superseded = None
         return _Others(
             age_s=max((row[0] for row in rows if row[0] is not None), default=None),
-            may_be_overtaken=not has_overtaken and not any(row[1] for row in rows),
+            may_be_superseded=not has_superseded and not any(row[1] for row in rows),
         )
 
-    def _report_overtaken(self, peers: Peers, told: Sequence[str | None]) -> None:
+    def _report_superseded(self, peers: Peers, told: Sequence[str | None]) -> None:
         """Issue a warning on rank 0 if a superseded save failed on any rank."""
         failed = [f"rank {rank} failed: {said}" for rank, said in enumerate(told) if said]
         if not failed:
             return
-        step = "a save that was overtaken" if self._overtaken is None else f"step {self._overtaken}"
+        step = (
+            "a save that was superseded" if self._superseded is None else f"step {self._superseded}"
+        )
         self._report(peers, f"{step} not saved: {failed[0]}")
 
     def _claim_folder(self, peers: Peers) -> None:
@@ -294,14 +296,14 @@ class Keeper:
     def _rotate(self, step: int) -> None:
         """Remove the checkpoints that the policy does not keep. Runs on rank 0 after a commit."""
         if step != self._latest or self._is_closed:
-            return  # a write that was overtaken, or left behind; the folder may have another owner
+            return  # a write that was superseded, or left behind; the folder may have another owner
         self._steps.sweep()
         for gone in rules.superfluous(self._steps.look(), self.policy, step):
             if not self._is_being_written(gone):
                 self._remove(gone)
 
     def _is_being_written(self, step: int) -> bool:
-        return step == self._latest or (step == self._overtaken and pending.has_overtaken())
+        return step == self._latest or (step == self._superseded and pending.has_superseded())
 
     def _remove(self, step: int) -> bool:
         reason = self._steps.remove(step)

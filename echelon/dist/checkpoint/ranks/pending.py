@@ -1,6 +1,6 @@
 """Run background saves one at a time, in addition to at most one superseded save.
 
-A write can hang even though the storage completes other writes. `overtake` therefore lets the next
+A write can hang even though the storage completes other writes. `supersede` therefore lets the next
 save begin before the current save has ended, which makes the current save a superseded save. A
 superseded save is completed if its write ends within the save's timeout and before the program
 exits. Only one save can be superseded at a time. If the next write also hangs, the storage is at
@@ -22,7 +22,7 @@ from echelon.errors import CheckpointError
 from echelon.recorder import span
 
 _GRACE_S = 5.0  # for the thread to notice its own deadline and say which rank it waited for
-_UNWANTED_S = 2.0  # for the thread of an overtaken save to end at the program's end
+_UNWANTED_S = 2.0  # for the thread of a superseded save to end at the program's end
 
 Write = Callable[[float, Callable[[], bool]], None]
 
@@ -112,7 +112,7 @@ class PendingSave:
 
 _lock = threading.Lock()
 _current: PendingSave | None = None
-_overtaken: PendingSave | None = None
+_superseded: PendingSave | None = None
 
 
 def start(path: str, write: Write, timeout_s: float) -> PendingSave:
@@ -148,7 +148,7 @@ def is_current(save: PendingSave | None) -> bool:
     return save is not None and save is _current
 
 
-def overtake() -> Exception | None:
+def supersede() -> Exception | None:
     """Let the next save begin without waiting for the current save, which is thus superseded.
 
     The recorder's span of the superseded save is ended, so that later failures are not attributed
@@ -157,24 +157,24 @@ def overtake() -> Exception | None:
     Returns:
         The error of the superseded save if it has already failed, otherwise None.
     """
-    global _current, _overtaken
-    _overtaken, _current = _current, None
-    if _overtaken is None:
+    global _current, _superseded
+    _superseded, _current = _current, None
+    if _superseded is None:
         return None
-    _overtaken._end_phase()
-    return overtaken_error()
+    _superseded._end_phase()
+    return superseded_error()
 
 
-def has_overtaken() -> bool:
+def has_superseded() -> bool:
     """Return whether a superseded save is still running."""
-    return _overtaken is not None and not _overtaken.done
+    return _superseded is not None and not _superseded.done
 
 
-def overtaken_error() -> Exception | None:
+def superseded_error() -> Exception | None:
     """Return the error of the superseded save, or None. The error is returned only once."""
-    if _overtaken is None or not _overtaken.done:
+    if _superseded is None or not _superseded.done:
         return None
-    error, _overtaken._error = _overtaken._error, None
+    error, _superseded._error = _superseded._error, None
     return error
 
 
@@ -225,9 +225,9 @@ def _finish_at_exit() -> None:
     echelon's runtime and ends the process itself.
     """
     error = finish()
-    if _overtaken is not None:  # a thread in torch would abort the process while it ends
-        _overtaken._unwanted.set()
-        _overtaken._thread.join(_UNWANTED_S)
+    if _superseded is not None:  # a thread in torch would abort the process while it ends
+        _superseded._unwanted.set()
+        _superseded._thread.join(_UNWANTED_S)
     if error is None:
         return
     sys.excepthook(type(error), error, error.__traceback__)

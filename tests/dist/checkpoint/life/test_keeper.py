@@ -332,7 +332,7 @@ def _writing_threads():
 
 
 @pytest.mark.parametrize("async_op", [True, False])
-def test_a_write_beyond_the_patience_is_overtaken_and_completed_if_it_ends(
+def test_a_write_beyond_the_patience_is_superseded_and_completed_if_it_ends(
     tmp_path, monkeypatch, async_op
 ):
     disk = _HungSteps(monkeypatch, 1)
@@ -352,7 +352,7 @@ def test_a_write_beyond_the_patience_is_overtaken_and_completed_if_it_ends(
     assert steps_in(tmp_path) == [3]
 
 
-def test_an_overtaken_write_does_not_remove_the_one_that_overtook_it(tmp_path, monkeypatch):
+def test_a_superseded_write_does_not_remove_the_one_that_superseded_it(tmp_path, monkeypatch):
     disk = _HungSteps(monkeypatch, 1, 2)
     with Keeper(tmp_path, keep=1, patience_s=1e-6) as keeper:
         assert keeper.save(1, state_at(1), async_op=True)
@@ -384,7 +384,7 @@ def test_if_the_next_write_hangs_as_well_it_is_waited_for(tmp_path, monkeypatch)
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def test_the_launcher_is_not_sent_back_to_an_overtaken_checkpoint(tmp_path, monkeypatch):
+def test_the_launcher_is_not_sent_back_to_a_superseded_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("ECHELON_RANK_DIR", str(tmp_path))
     disk = _HungSteps(monkeypatch, 1)
     with Keeper(tmp_path / "saved", patience_s=1e-6) as keeper:
@@ -398,7 +398,7 @@ def test_the_launcher_is_not_sent_back_to_an_overtaken_checkpoint(tmp_path, monk
     assert json.loads((tmp_path / "checkpoint.json").read_text())["step"] == 2
 
 
-def test_only_the_writes_of_the_keeper_are_overtaken(tmp_path, monkeypatch):
+def test_only_the_writes_of_the_keeper_are_superseded(tmp_path, monkeypatch):
     released = _hold_writes(monkeypatch)
     save(tmp_path / "final", state_at(9), async_op=True)
     with Keeper(tmp_path / "kept", patience_s=1e-6) as keeper:
@@ -407,7 +407,7 @@ def test_only_the_writes_of_the_keeper_are_overtaken(tmp_path, monkeypatch):
     assert loaded(tmp_path / "final") == 9
 
 
-def test_the_failure_of_an_overtaken_write_is_told(tmp_path, monkeypatch):
+def test_the_failure_of_a_superseded_write_is_told(tmp_path, monkeypatch):
     disk = _HungSteps(monkeypatch, 1)
     with Keeper(tmp_path, patience_s=1e-6) as keeper:
         assert keeper.save(1, state_at(1), async_op=True)
@@ -494,7 +494,7 @@ for step in (1, 2):
 """
 
 
-def test_a_program_whose_overtaken_write_hangs_for_ever_ends(tmp_path):
+def test_a_program_whose_superseded_write_hangs_for_ever_ends(tmp_path):
     subprocess.run([sys.executable, "-c", _HANG_AND_END, tmp_path], check=True, timeout=300)
     assert peek(tmp_path)["step"] == 2
 
@@ -510,11 +510,11 @@ many = {f"weight {number}": torch.ones(800, 800).t() for number in range(60)}
 keeper = Keeper(sys.argv[1], patience_s=1e-6)
 assert keeper.save(1, many, async_op=True)
 assert keeper.save(2, {"step": 2})
-print(pending.has_overtaken())
+print(pending.has_superseded())
 """
 
 
-def test_a_program_ends_well_while_an_overtaken_write_is_copying(tmp_path):
+def test_a_program_ends_well_while_a_superseded_write_is_copying(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _WRITE_AND_END, tmp_path],
         capture_output=True, text=True, check=False, timeout=300,
@@ -644,7 +644,7 @@ def _ranks_with_a_hung_disk(rank, world_size, folder):
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_is_overtaken_on_all_ranks_if_the_write_of_one_hangs(tmp_path):
+def test_a_checkpoint_is_superseded_on_all_ranks_if_the_write_of_one_hangs(tmp_path):
     first, other = run_ranks(_ranks_with_a_hung_disk, 2, str(tmp_path))
     assert first == other == [True, True, True]
     assert newest(tmp_path) == tmp_path / "step_00000002"
