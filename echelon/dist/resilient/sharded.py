@@ -91,7 +91,7 @@ class ShardedState(CopiedState):
                 group.timeout_s = timeout_s
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that any state that several ranks hold is identical on these ranks. Collective.
+        """Check that state held by several ranks is identical on all of them. Collective.
 
         This state consists of everything that is not sharded, and the replicas of each shard.
 
@@ -182,7 +182,7 @@ class ShardedState(CopiedState):
         self._rest_steps[self._at] = step
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state that a joining rank receives, keyed by description, for comparison."""
+        """Return the state to compare after a rank has joined, keyed by description."""
         return self._rest[self._at].joined_parts()
 
     def _units(self) -> list[Unit]:

@@ -132,10 +132,9 @@ class StagesState(CopiedState):
         return ShardsWriter(parts, setup.optimizer, exposed=exposed, facts=facts_of(setup))
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that any state that several ranks hold is identical on these ranks. Collective.
+        """Check that state held by several ranks is identical on all of them. Collective.
 
-        This state consists of the `also` objects and of parts that several ranks hold, such as
-        replicas.
+        This state consists of the `also` objects and of all parts that more than one rank holds.
 
         Raises:
             ValueError: a part of this state differs between ranks, or cannot be compared.
