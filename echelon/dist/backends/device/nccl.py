@@ -166,5 +166,5 @@ class NcclCommunicator:
         self._communicator.abort()
 
     def destroy(self) -> None:
-        """Free the communicator; possibly block until the members on this host free theirs too."""
+        """Free the communicator. The call can block until members on this host free theirs."""
         self._communicator.destroy()
