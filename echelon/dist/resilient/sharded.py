@@ -72,7 +72,7 @@ class ShardedState(CopiedState):
         return sets_of(group.size, num_replicas_of(self._model))
 
     def keep(self, step: int, *, overlaps: bool = False) -> None:
-        """See `CopiedState.keep`."""
+        """Copy the state at the start of a step; see `CopiedState.keep`."""
         reshard(self._model)  # modules then refer to shards, which a move does not replace
         super().keep(step, overlaps=overlaps)
 
@@ -230,7 +230,7 @@ class ShardedState(CopiedState):
         restore.finish()
 
     def drop(self) -> None:
-        """See `CopiedState.drop`."""
+        """Release all copies; see `CopiedState.drop`."""
         super().drop()
         for rest in self._rest:
             rest.drop()
