@@ -188,7 +188,10 @@ class Engine(Protocol):
         """True if a signal handler is allowed to nest collectives of the group."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return the reason the engine refuses a kind of operation, or "" if none. Never blocks."""
+        """Return the reason the engine refuses a kind of operation, or "" if it does not.
+
+        Never blocks.
+        """
 
     def prepare(self, operation: Operation) -> None:
         """Check conditions that `refuses` cannot check, such as the device index of the arrays.

@@ -9,7 +9,7 @@ A group has several engines in three cases:
 * Its backend is a device backend ("nccl"). The group has a device engine from the start, and a host
   engine for objects, barriers and host arrays.
 * Its backend does not support messages. Another host engine then transfers the messages. (oneCCL's
-  CPU plug-in crashes in sends and receives.)
+  CPU plugin crashes in sends and receives.)
 """
 
 from __future__ import annotations

@@ -290,9 +290,10 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, mine, chunk)
 
     def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
-        """Reduce data over this host; return this rank's shard, in the accumulation dtype.
+        """Reduce data across this host's ranks; return this rank's shard.
 
-        All shards have the same length; the last one is padded with zeros.
+        The shard has the accumulation dtype. All shards have the same length, so the last one is
+        padded with zeros.
         """
         num_inside = self._inside.members.size
         length, carried = -(-len(data) // num_inside), carried_of(operation)

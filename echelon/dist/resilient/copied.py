@@ -13,13 +13,14 @@ begins.
 A program might nevertheless change the optimizer's state earlier in a step. torch increments a
 tensor's version counter after each change. The training thread compares the counters after the
 background thread has copied the tensors: at the next event of a forward or backward pass of a
-sharded unit, at the next forward pass of a stage, or when the optimizer begins. The program is then
-between two operations, so every change has been counted. Only after this comparison does the
-background thread stamp the copy and send it to the rank's partner, which is a rank on another host
-or in another container. The counters are compared again when the optimizer begins. If a counter has
-changed, the copy is void. Each step ends with an all-reduce that returns the minimum, over all
-ranks, of the step of the newest complete copy. If the newest copy of any rank is void, the next
-copies overwrite the newest ones on all ranks, and the copies of the previous step are retained.
+sharded unit, at the next forward pass of a stage, or when the optimizer's step begins. At these
+points, the program is between two operations, so every change has been counted. Only after this
+comparison does the background thread stamp the copy and send it to the rank's partner, which is a
+rank on another host or in another container. The counters are compared again when the optimizer's
+step begins. If a counter has changed, the copy is void. Each step ends with an all-reduce that
+returns the minimum, over all ranks, of the step of the newest complete copy. If the newest copy of
+any rank is void, the next copies overwrite the newest ones on all ranks, and the copies of the
+previous step are retained.
 
 After a void copy, a rank no longer copies while a step computes. It still exchanges copies on the
 background thread. Otherwise, the rank could deadlock with its partner: the partner might not send
@@ -77,7 +78,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def _sets(self, group: ProcessGroup) -> Sets:
-        """Return the ranks within a group, grouped into sets that hold the same parts."""
+        """Return the ranks of a group, divided into sets that hold the same parts of the model."""
 
     @abstractmethod
     def _make_writer(self) -> ShardsWriter:
@@ -85,7 +86,10 @@ class CopiedState(ABC):
 
     @abstractmethod
     def _keep_rest(self, turn: int) -> None:
-        """Copy the rest of the state into slot `turn` (0 or 1) in this rank's own memory."""
+        """Copy all state except the parts of the model into slot `turn` (0 or 1).
+
+        The slots are in this rank's own memory.
+        """
 
     @abstractmethod
     def restore_rest(self, step: int | None) -> None:
@@ -109,7 +113,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that any state that several ranks hold is identical on these ranks. Collective.
+        """Check that state held by several ranks is identical on all of them. Collective.
 
         Raises:
             ValueError: a part of this state differs between ranks, or cannot be compared.
@@ -121,11 +125,11 @@ class CopiedState(ABC):
 
     @abstractmethod
     def contents(self) -> dict[str, Any]:
-        """Return the state, other than the copies, that a joining rank needs; see `fill`. Local."""
+        """Return the state that a joining rank needs besides the copies; see `fill`. Local."""
 
     @abstractmethod
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Adopt the part of the state that is not copied, as received from another rank. Local.
+        """Adopt the result of `contents` on another rank. Local.
 
         Args:
             step: the step at whose start the other rank stored this state.
@@ -136,7 +140,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state that a joining rank receives, keyed by description, for comparison."""
+        """Return the state to compare after a rank has joined, keyed by description."""
 
     # ---- while training ----
 
@@ -242,7 +246,10 @@ class CopiedState(ABC):
         copying.decide(is_void=bool(writer.changed()))
 
     def _listen(self, writer: ShardsWriter | None) -> None:
-        """Observe events and collectives that write to copied tensors; stop if `writer` is None."""
+        """Observe the units' events, and collectives that write to copied tensors.
+
+        If `writer` is None, stop observing.
+        """
         for module in self._live_modules():
             for unit in units_of(module):
                 driver_of(unit).on_event = None if writer is None else self._decide_early
@@ -318,7 +325,10 @@ def _calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _hooked_first(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a hook that runs before the program's hooks, which can write to the state."""
+    """Register a step pre-hook that runs before the program's own pre-hooks.
+
+    The program's pre-hooks can write to the state.
+    """
     handle = optimizer.register_step_pre_hook(hook)
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, which torch does not say
     hooks.move_to_end(handle.id, last=False)

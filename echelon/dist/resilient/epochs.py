@@ -41,8 +41,8 @@ class Epochs:
     Args:
         store: the job's store.
         rank: this process's rank, as numbered by the launcher.
-        after: the number of the newest epoch that precedes this process. This epoch and all earlier
-            epochs are skipped.
+        after: the number of the epoch that was current when this process started. This epoch and
+            all earlier epochs are skipped.
     """
 
     def __init__(self, store: Store, rank: int, after: int = 0) -> None:
@@ -104,8 +104,8 @@ class News:
     Args:
         store: the job's store.
         take: a function that the thread calls with each new epoch.
-        after: the number of the newest epoch that precedes this process. This epoch and all earlier
-            epochs are skipped.
+        after: the number of the epoch that was current when this process started. This epoch and
+            all earlier epochs are skipped.
     """
 
     def __init__(self, store: Store, take: Callable[[Epoch], None], after: int = 0) -> None:

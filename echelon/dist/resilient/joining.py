@@ -1,18 +1,18 @@
 """Let new ranks join the training ranks at the end of a step.
 
 [Note: the step at which ranks join] The launcher publishes an epoch whose `joins` field lists the
-joining ranks. The training ranks receive the epoch at different times, but must leave the groups of
-their step together. Under `--on-loss replace`, each step therefore ends with an all-reduce instead
-of a barrier. The all-reduce computes the minimum, over all ranks, of the newest such epoch that
-each rank has received. If the minimum is newer than the current epoch, all ranks have received that
-epoch, and they enter it. No work is lost, because all ranks have finished the step. After the last
-step, no rank enters another epoch, and the launcher dismisses the ranks that are waiting to join.
-If an admitted rank dies before the rendezvous, the other ranks enter an epoch without it in the
-same way.
+joining ranks. The training ranks receive the epoch at different times, but must all leave the
+current epoch after the same step. Under `--on-loss replace`, each step therefore ends with an
+all-reduce instead of a barrier. The all-reduce computes the minimum, over all ranks, of the newest
+such epoch that each rank has received. If the minimum is newer than the current epoch, all ranks
+have received that epoch, and they enter it. No work is lost, because all ranks have finished the
+step. After the last step, no rank enters another epoch, and the launcher dismisses the ranks that
+are waiting to join. If an admitted rank dies before the rendezvous, the other ranks enter an epoch
+without it in the same way.
 
 A joining rank has no state to offer at the rendezvous of the epoch's ranks. If a rank dies during
 the rendezvous or while the state is being sent, the loss is handled like any other. The launcher
-publishes a newer epoch, in which a rank without the state still joins.
+publishes a newer epoch, in which the ranks that still lack the state join.
 """
 
 from __future__ import annotations

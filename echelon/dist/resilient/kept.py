@@ -139,7 +139,10 @@ class KeptState:
         }
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state that a joining rank receives, except RNG states, for comparison."""
+        """Return the state to compare after a rank has joined, keyed by description.
+
+        This is the state that the joining rank receives, without the RNG states.
+        """
         return {
             **self.parts(),
             "the training mode of a module": self._named_modes(),
@@ -224,12 +227,12 @@ class KeptState:
         ]
 
     def _named_trains(self) -> list[list[Any]]:
-        """Return the name of each parameter and buffer, and its `requires_grad`."""
+        """Return the name and the stored `requires_grad` flag of each parameter and buffer."""
         names = self._names()
         return [[names[id(live)], trains] for live, trains in self._trains]
 
     def _named_modes(self) -> list[list[Any]]:
-        """Return the name of each module, and whether the module was in training mode."""
+        """Return the name and the stored `training` flag of each module."""
         modes = {id(module): is_training for module, is_training in self._modes}
         return [
             [name, modes.get(id(module), module.training)]
@@ -273,7 +276,7 @@ class KeptState:
 
 
 def _beside(parameter: torch.Tensor, value: Any) -> Any:
-    """Return an optimizer state value, moved to the parameter's device if it has dimensions."""
+    """Return an optimizer state value, moved to its parameter's device unless it is a scalar."""
     on_device = isinstance(value, torch.Tensor) and value.dim() > 0
     return value.to(parameter.device) if on_device else value
 

@@ -72,7 +72,7 @@ class ShardedState(CopiedState):
         return sets_of(group.size, num_replicas_of(self._model))
 
     def keep(self, step: int, *, overlaps: bool = False) -> None:
-        """See `CopiedState.keep`."""
+        """Copy the state at the start of a step; see `CopiedState.keep`."""
         reshard(self._model)  # modules then refer to shards, which a move does not replace
         super().keep(step, overlaps=overlaps)
 
@@ -91,7 +91,7 @@ class ShardedState(CopiedState):
                 group.timeout_s = timeout_s
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that any state that several ranks hold is identical on these ranks. Collective.
+        """Check that state held by several ranks is identical on all of them. Collective.
 
         This state consists of everything that is not sharded, and the replicas of each shard.
 
@@ -182,7 +182,7 @@ class ShardedState(CopiedState):
         self._rest_steps[self._at] = step
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state that a joining rank receives, keyed by description, for comparison."""
+        """Return the state to compare after a rank has joined, keyed by description."""
         return self._rest[self._at].joined_parts()
 
     def _units(self) -> list[Unit]:
@@ -230,7 +230,7 @@ class ShardedState(CopiedState):
         restore.finish()
 
     def drop(self) -> None:
-        """See `CopiedState.drop`."""
+        """Release all copies; see `CopiedState.drop`."""
         super().drop()
         for rest in self._rest:
             rest.drop()

@@ -52,7 +52,7 @@ class Communicator(Protocol):
         """Abort running operations and free the communicator."""
 
     def destroy(self) -> None:
-        """Free an idle communicator; possibly block until the other members free theirs too."""
+        """Free an idle communicator. The call can block until the other members free theirs."""
 
 
 class DeviceLibrary(DeviceRuntime, ABC):

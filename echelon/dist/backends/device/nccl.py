@@ -1,8 +1,8 @@
 """Provide the nccl backend, which calls NCCL through nccl4py on CUDA arrays.
 
 See `engines/stream.py` for how operations are executed. This module was written against nccl4py
-0.6.0 and checked with NCCL 2.32. No operation has yet run on a GPU. The tests use a fake device;
-the tests that need a GPU are marked `gpu`.
+0.6.0 and checked with NCCL 2.32, but no operation has run on a GPU yet. Most tests use a fake
+device. The tests that need a GPU are marked `gpu`.
 """
 
 from __future__ import annotations
@@ -166,5 +166,5 @@ class NcclCommunicator:
         self._communicator.abort()
 
     def destroy(self) -> None:
-        """Free the communicator; possibly block until the members on this host free theirs too."""
+        """Free the communicator. The call can block until members on this host free theirs."""
         self._communicator.destroy()

@@ -82,7 +82,7 @@ class DeviceRuntime:
             exchange(before)
 
     def has_happened(self, event: Any) -> bool:
-        """Return whether an event has occurred.
+        """Return whether an event has completed.
 
         During a graph capture, the result is False, because queries are forbidden.
         """
@@ -104,7 +104,10 @@ class DeviceRuntime:
 
 
 def _capture_modes() -> tuple[Any, Any] | None:
-    """Return the CUDA function that sets a thread's capture mode, and the relaxed mode."""
+    """Return the CUDA function that sets a thread's capture mode, and the value for relaxed mode.
+
+    Return None if the CUDA bindings are not installed.
+    """
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
     except ImportError:

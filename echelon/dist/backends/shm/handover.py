@@ -98,7 +98,7 @@ def receive(
     """Receive the segment's descriptor from group rank 0, and all pidfds if they are exchanged.
 
     Raises:
-        OSError: rank 0 has exited, runs as another user, or has not answered before `deadline_s`.
+        OSError: rank 0 has exited, runs as another user, or did not answer by `deadline_s`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         _connect(peer, name, deadline_s, check)

@@ -122,7 +122,7 @@ class PythonEngine(HostEngine):
         self._num_ended += 1
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Mark the group as ended in shared memory, so that waiting ranks detect it immediately."""
+        """Record in shared memory that this rank has left, for the waiting ranks to detect."""
         if self._is_cut or self._is_closed:
             return
         self._is_cut = True

@@ -59,7 +59,8 @@ def join(
 
     Args:
         offer: the layout that this process supports; group rank 0 determines the sizes.
-        engine_bytes: a function that returns the number of bytes that an engine needs for a plan.
+        engine_bytes: a function that returns the amount of memory that an engine needs for a given
+            layout, in bytes.
 
     Raises:
         ValueError: the members do not run on one host.

@@ -4,9 +4,9 @@
 
 A control block holds
     0     u32  published: number of phases that the rank has announced; other ranks sleep on it
-    4     u32  failed: a `Fault` once the rank has abandoned the group
+    4     u32  failed: a `Fault` once the rank has left the group, normally or not
     8     u32  number of ranks that the rank blames, then up to 64 of these ranks as u32
-    272   u32  number of collectives that the rank finished before it failed
+    272   u32  number of collectives that the rank finished before it left
     512   u32  doorbell of the rank's message thread, see rings.py
     1024  two alternating headers of 1024 bytes: the rank's calls in the current and the previous
         collective
@@ -92,7 +92,7 @@ class Segment:
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
 
     def blame(self, rank: int, fault: int, blamed: list[int], num_ended: int) -> None:
-        """Record that `rank` left the group after a failure, and which ranks it blames.
+        """Record why `rank` left the group, and which ranks it blames.
 
         Args:
             num_ended: the number of collectives that `rank` had finished.
@@ -108,7 +108,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return the `Fault` of a rank that left and the ranks it blames; (0, []) for a member."""
+        """Return a rank's `Fault` and the ranks that it blames; (0, []) if it has not left."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:
@@ -118,7 +118,7 @@ class Segment:
         return fault, [r for r in self.words[first : first + count].tolist() if r < self.size]
 
     def num_ended(self, rank: int) -> int:
-        """Return how many collectives a rank finished before it failed, modulo 2^32."""
+        """Return how many collectives a rank finished before it left, modulo 2^32."""
         return int(self.words[rank * CONTROL_BYTES // 4 + _ENDED_OFFSET // 4])
 
     def close(self) -> None:

@@ -109,7 +109,10 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group the calls of a `with` block. If it raises, ignore errors from `onecclGroupEnd`."""
+    """Group the library calls of a `with` block.
+
+    If the block raises an exception, errors from `onecclGroupEnd` are ignored.
+    """
     _check("GroupStart", loaded)
     try:
         yield

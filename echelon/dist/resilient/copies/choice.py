@@ -159,7 +159,10 @@ def choose(offers: Mapping[int, Iterable[Offer]], sets: Mapping[int, Sets]) -> C
 
 
 def _owner(alike: Sequence[int], holders: Mapping[int, int]) -> int | None:
-    """Return the rank of a set whose copy is read; prefer a rank that reads its own copy."""
+    """Return the rank whose copy is read on behalf of a set, or None if all copies are lost.
+
+    A rank that reads its own copy is preferred.
+    """
     offered = [rank for rank in alike if rank in holders]
     return min(offered, key=lambda rank: (holders[rank] != rank, rank), default=None)
 

@@ -102,7 +102,7 @@ class Index:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def parcel(self) -> Parcel:
-        """Return the index as bytes and tensors.
+        """Encode the index as a `Parcel`, which consists of bytes and tensors.
 
         Raises:
             ValueError: a value of the optimizer's state cannot be reproduced exactly.
@@ -123,7 +123,7 @@ class Index:
 
     @classmethod
     def of(cls, parcel: Parcel) -> Self:
-        """Decode the index from a parcel whose tensors have been filled."""
+        """Decode the index from a `Parcel` whose tensors have been filled."""
         told = parcel.contents()
         runs, keys, places = unpack(told["plain"])
         return cls(

@@ -51,7 +51,7 @@ class Part:
 
 
 def sharded_parts(module: nn.Module, prefix: str = "", stage: int = 0) -> dict[str, Part]:
-    """Return this rank's shards of a module, keyed by the prefix plus the parameter's name."""
+    """Return this rank's shards of a module, keyed by `prefix` followed by the parameter's name."""
     found = [
         Part(prefix + name, one.shape, one.start, one.length, one.data, one.parameter, stage)
         for name, one in shards(module).items()

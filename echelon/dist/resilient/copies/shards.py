@@ -130,10 +130,10 @@ class ShardsWriter:
             torch.autograd.graph.increment_version(tensor)
 
     def changed(self) -> str:
-        """Return the name of a tensor, copied by `write_rest`, that has changed, or "" if none has.
+        """Return the name of a tensor that has changed since `__init__`, or "" if none has.
 
-        Only changes after `__init__` that torch has counted or `count_change` has reported are
-        detected.
+        Only tensors that `write_rest` copies are checked. A change is detected if torch or
+        `count_change` has counted it.
         """
         for part, key, value, version in self._later:
             if value._version != version:

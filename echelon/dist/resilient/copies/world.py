@@ -126,10 +126,10 @@ class WorldCopies:
         return sum(memory.num_bytes for one in held for memory in one.memories)
 
     def begin(self, writer: ShardsWriter, step: int) -> Copying:
-        """Begin a copy with the state that can change after the next step begins.
+        """Begin a copy by writing the state that can change after the next step begins.
 
-        The returned object completes the copy. It copies the rest of the state and, if ranks cannot
-        map each other's memory, exchanges copies with the partner ranks.
+        The returned object writes the rest of the state. If some ranks cannot map each other's
+        memory, it also exchanges copies with the partner ranks.
 
         Raises:
             OSError: the host has no memory left.
@@ -238,7 +238,7 @@ class WorldCopies:
         return memory.content(stamp.num_bytes)
 
     def close(self) -> None:
-        """Close this process's access to all memory segments."""
+        """Close all memory segments in this process."""
         for held in self._readable:
             for memory in held.memories:
                 memory.close()
@@ -315,7 +315,7 @@ def _broadcast(group: ProcessGroup, copy: torch.Tensor | None, root: int) -> tor
 
 
 def sets_of(size: int, num_replicas: int) -> list[list[int]]:
-    """Return the ranks of a group, grouped into sets that hold the same shards.
+    """Return the ranks of a group, divided into sets that hold the same shards.
 
     Example:
         >>> sets_of(6, 2), sets_of(2, 1)

@@ -107,7 +107,7 @@ class StagesState(CopiedState):
         return self._layout.sets
 
     def keep(self, step: int, *, overlaps: bool = False) -> None:
-        """See `CopiedState.keep`.
+        """Copy the state at the start of a step; see `CopiedState.keep`.
 
         Raises:
             ValueError: the optimizer has state for a tensor that is not in the pipeline.
@@ -132,10 +132,9 @@ class StagesState(CopiedState):
         return ShardsWriter(parts, setup.optimizer, exposed=exposed, facts=facts_of(setup))
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that any state that several ranks hold is identical on these ranks. Collective.
+        """Check that state held by several ranks is identical on all of them. Collective.
 
-        This state consists of the `also` objects and of parts that several ranks hold, such as
-        replicas.
+        This state consists of the `also` objects and of all parts that more than one rank holds.
 
         Raises:
             ValueError: a part of this state differs between ranks, or cannot be compared.
@@ -165,7 +164,11 @@ class StagesState(CopiedState):
     # ---- after a loss ----
 
     def restore_rest(self, step: int | None) -> None:
-        """Restore the state of the `also` objects and the RNG states. Local."""
+        """Restore the state of the `also` objects and the RNG states. Local.
+
+        Raises:
+            ValueError: `build` did not return the same number of `also` objects as before.
+        """
         if step is not None:
             self._at = self._rest_steps.index(step)
         rest, also = self._rest[self._at], self.setup.also
@@ -201,18 +204,18 @@ class StagesState(CopiedState):
         self._at = self._rest_steps.index(step)
 
     def contents(self) -> dict[str, Any]:
-        """See `CopiedState.contents`."""
+        """Return the state of the `also` objects and the RNG states. Local."""
         rest = self._rest[self._at]
         assert rest is not None
         return {"also": rest.also, "random": rest.random}
 
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """See `CopiedState.fill`. The objects that receive the state are built later."""
+        """Store the result of `contents` on another rank until the stages are built. Local."""
         self._at, self._rest_steps = 0, [step, -1]
         self._rest = [_Rest(contents["also"], contents["random"]), None]
 
     def joined_parts(self) -> dict[str, Any]:
-        """See `CopiedState.joined_parts`."""
+        """Return the state of the `also` objects, to compare after a rank has joined."""
         rest = self._rest[self._at]
         assert rest is not None
         return {"also=": rest.also}
@@ -220,7 +223,7 @@ class StagesState(CopiedState):
     # ---- after all copies of a stage are lost ----
 
     def restart(self, group: ProcessGroup) -> None:  # noqa: ARG002 -- of sharded models
-        """See `CopiedState.restart`."""
+        """Discard all stored states before the program loads a checkpoint. Local."""
         self._rest_steps = [-1, -1]
 
     def restore(self) -> None:
@@ -230,6 +233,6 @@ class StagesState(CopiedState):
         set_random_state(rest.random)
 
     def drop(self) -> None:
-        """See `CopiedState.drop`."""
+        """Release all copies; see `CopiedState.drop`."""
         super().drop()
         self._rest = [None, None]

@@ -10,10 +10,10 @@ replicated model, and `CopiedState` stores the states of two steps.
 [Note: joining a copied model] When ranks end a step to let other ranks join, they complete the
 copies of its result before the rendezvous. The state at the end of the step is therefore the newest
 state with copies of all parts. No work is repeated, and the step is committed in the new world. A
-joining rank first receives the state that is not copied, and then restores its parts from the
-copies like any other rank. It counts as a newcomer until all copies of the new world are complete.
-If another rank is lost before then, the newcomer joins again from the start. Its copies might still
-be needed, because other ranks might already have released the copies of the old world. The newcomer
+joining rank first receives all state except its parts, and then restores its parts from the copies
+like any other rank. It counts as a newcomer until all copies of the new world are complete. If
+another rank is lost before then, the newcomer joins again from the start. Its copies might still be
+needed, because other ranks might already have released the copies of the old world. The newcomer
 therefore offers its copies like any other rank. It receives the rest of the state again only if it
 does not have that state for the chosen step.
 """
@@ -89,13 +89,13 @@ class CopiedTraining(Training[_T], ABC):
         self._is_newcomer = False
 
     def _restore(self, group: ProcessGroup) -> None:
-        """Restore the chosen state in a new world, and make its first copies. Collective."""
+        """Restore the chosen state, and make the new world's first copies. Collective."""
         if self._choice is not None:
             self._state.restore_rest(self._choice.version.step)
         self._restore_parts(group)
 
     def _restore_parts(self, group: ProcessGroup) -> None:
-        """Restore this rank's parts of the model, and make the first copies. Collective."""
+        """Restore this rank's parts, and make the new world's first copies. Collective."""
         if self._choice is not None:
             self._state.restore_from(self._choice, group)
         else:
@@ -213,7 +213,7 @@ class CopiedTraining(Training[_T], ABC):
         return self._state.contents()
 
     def _hand_over_rest(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Send or receive the state that is not copied, and compare it on all ranks.
+        """Send or receive all state except the parts of the model, and compare it on all ranks.
 
         The comparison is skipped if a checkpoint is about to replace the state.
         """

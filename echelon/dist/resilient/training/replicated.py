@@ -189,7 +189,7 @@ class Training(Generic[_T]):
 
     @staticmethod
     def _check_groups() -> None:
-        """Raise the error of a failed collective that the step ignored."""
+        """Raise the error of a failed collective if the step ignored the error."""
         error = runtime.first_error()
         if error is not None:
             raise error
@@ -333,9 +333,9 @@ class Training(Generic[_T]):
         self._note(target, repeats=repeats)
 
     def _note_begun(self) -> None:
-        """Report to the launcher and in the store that this rank is ready for the first step.
+        """Tell the launcher that this rank is ready for the first step, and record it in the store.
 
-        The entry in the store survives the loss of this rank's node.
+        The record in the store survives the loss of this rank's node.
         """
         if self._note(self._first):
             self._epochs.note_begun()
@@ -344,7 +344,7 @@ class Training(Generic[_T]):
         """Report that this rank is ready to train in the current epoch.
 
         Returns:
-            The result of `note_standing`.
+            True if the report was written.
         """
         self._standing = Standing(
             state=State.PROTECTED,

@@ -55,7 +55,7 @@ class StagedTraining(CopiedTraining[_T]):
         return self._from_checkpoint(self.setup)
 
     def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Send or receive the state that is not copied. Copies are read after stages are built."""
+        """Send or receive all state except that of the stages, which is restored later."""
         if self._choice is not None and group.rank not in newcomers:
             self._state.select(self._choice.version.step)
         self._hand_over_rest(group, source, newcomers)
