@@ -82,9 +82,10 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Map each name under a prefix to its path, or to the lowest rank's path if there are several.
+    """Map each name under a prefix to the path of its value.
 
-    The names do not include the prefix.
+    If several ranks stored their own values under a name, the lowest rank's path is used. The names
+    do not include the prefix.
     """
     chosen: dict[str, tuple[int, str]] = {}
     for path in paths:

@@ -120,7 +120,7 @@ def reduce_gradients(module: nn.Module) -> None:
         >>> _ = fully_shard(model)
         >>> unshard(model)
         >>> for _ in range(2):
-        ...     model(tokens).mean().backward()  # any number of them, by any calls of autograd
+        ...     model(tokens).mean().backward()  # any number of backward passes
         >>> reduce_gradients(model)
         >>> reshard(model)
     """

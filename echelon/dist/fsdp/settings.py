@@ -31,7 +31,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        """Check the dtypes."""
+        """Raise a ValueError if a dtype is not a floating-point dtype."""
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (
@@ -49,7 +49,7 @@ class CPUOffloadPolicy:
 
     Example:
         >>> policy = CPUOffloadPolicy(pin_memory=False)
-        >>> with warnings.catch_warnings(record=True):  # this model is there anyway
+        >>> with warnings.catch_warnings(record=True):  # the model is already in host memory
         ...     model = fully_shard(model, offload_policy=policy)
     """
 

@@ -41,7 +41,7 @@ class Shard:
 
     Example:
         >>> shard = shards(fully_shard(model))["token.weight"]
-        >>> shard.length == shard.data.numel()  # all of it on one rank, a half on each of two
+        >>> shard.length == shard.data.numel()  # all elements on one rank, half on each of two
         True
     """
 

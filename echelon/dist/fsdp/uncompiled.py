@@ -24,7 +24,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def uncompiled_call(function: _Function) -> _Function:
-    """Wrap a function like `uncompiled`, but import torch._dynamo only at the first call.
+    """Wrap a function as `uncompiled` does, but import torch._dynamo only on the first call.
 
     The function must be defined at module level, because torch stores the result as an attribute of
     the function.

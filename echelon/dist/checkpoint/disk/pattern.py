@@ -110,7 +110,10 @@ def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _shortest(start: int, repeats: list[tuple[int, int]]) -> Pattern:
-    """Return the shortest pattern for `repeats`, a list of pairs with the innermost first."""
+    """Return the equivalent pattern with the fewest repeats.
+
+    `repeats` lists (count, distance) pairs, innermost first.
+    """
     length = 1
     kept: list[tuple[int, int]] = []
     for count, step in repeats:

@@ -64,7 +64,8 @@ class Keeper:
             detected.
         keep: the number of most recent complete checkpoints to keep.
         keep_every: an interval in steps. Checkpoints at multiples of this interval are also kept.
-        best: the score, "lowest" or "highest", whose checkpoint is also kept.
+        best: whether the "lowest" or the "highest" score is the best. The checkpoint with the best
+            score is also kept.
         make_room: whether to remove old checkpoints when the disk is full. The newest complete
             checkpoint and the best checkpoint are never removed.
         timeout_s: see `checkpoint.save`.
@@ -243,7 +244,7 @@ class Keeper:
         return False
 
     def _look_at_others(self, peers: Peers) -> _Others:
-        """Exchange the states of the saves that are still in progress. Collective.
+        """Exchange information about saves that are still in progress. Collective.
 
         Every rank must call this method at the same point in the program, including a rank that has
         replaced a lost rank. If a superseded save has failed, rank 0 issues a warning.
@@ -340,7 +341,10 @@ class Keeper:
         return any(peers.all_gather(made))
 
     def _give_up_one(self, failed: int | None) -> bool:
-        """Remove a checkpoint other than `failed` to free space; return whether this succeeded."""
+        """Remove a checkpoint to free disk space; return whether this succeeded.
+
+        The checkpoint of step `failed` is not removed.
+        """
         for step in rules.for_room(self._steps.look(), self.policy):
             if step != failed and not self._is_being_written(step) and self._remove(step):
                 place = self._steps.path(step)

@@ -44,8 +44,8 @@ class Policy:
         keep: the number of most recent complete checkpoints to keep.
         keep_every: an interval in steps. Checkpoints at multiples of this interval are also kept.
             None disables this rule.
-        best: the score, "lowest" or "highest", whose checkpoint is also kept. None disables this
-            rule.
+        best: whether the "lowest" or the "highest" score is the best. The checkpoint with the best
+            score is also kept. None disables this rule.
     """
 
     keep: int = 3

@@ -112,9 +112,9 @@ def _hash(text: str) -> int:
 
 
 def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
-    """Return the rows of every rank. Collective.
+    """Return every rank's rows, one per tensor that the rank holds. Collective.
 
-    If several ranks have equal rows, only one of them sends its rows.
+    If several ranks have the same rows, only one of these ranks sends them.
     """
     packed = b"".join(_ROW.pack(*row) for row in sorted(rows))
     digests = peers.all_gather(hashlib.blake2b(packed, digest_size=16).digest())

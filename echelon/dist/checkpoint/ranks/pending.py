@@ -136,9 +136,9 @@ def writing_s() -> float | None:
 
 
 def has_current() -> bool:
-    """Return whether a current save exists, which is a save neither superseded nor finished.
+    """Return whether there is a current save.
 
-    A save is finished after `finish` has waited for its thread to end.
+    A save is current until it is superseded, or until `finish` has waited for its thread to end.
     """
     return _current is not None
 
@@ -187,11 +187,11 @@ def wait_until_old(age_s: float) -> None:
 def finish(*, must_end: bool = True) -> Exception | None:
     """Wait for the current save; return its error, or None. Each error is returned only once.
 
-    If the save's thread is still running after the timeout, every call returns an error until the
-    thread has ended.
+    If the save's thread is still running after the timeout, the save remains the current save.
 
     Args:
-        must_end: whether to return an error if the thread is still running after the timeout.
+        must_end: whether to return an error if the thread is still running after the timeout. The
+            error is then returned by every call until the thread has ended.
     """
     global _current
     pending = _current

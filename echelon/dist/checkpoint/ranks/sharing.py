@@ -105,7 +105,7 @@ def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
 
 
 def _ranks_by_key(peers: Peers, keys: bytes) -> Mapping[bytes, Ranks]:
-    """Map each key to the ranks that have it."""
+    """Map each key to the ranks that want the elements it identifies. Collective."""
     digests = peers.all_gather(hashlib.blake2b(keys, digest_size=16).digest())
     if len(set(digests)) == 1:
         return dict.fromkeys(_split(keys), tuple(range(peers.size)))

@@ -28,7 +28,7 @@ def sums(data: Tensor) -> Tensor:
     """Return row and column sums of the elements, arranged as rows of 1024 32-bit words.
 
     The result is an int64 vector on the tensor's device: the number of bytes, the column sums and
-    the row sums. For a large tensor, the result has about 1/500 of the size of the data. Any change
+    the row sums. For a large tensor, the result is about 1/500 of the size of the data. Any change
     to at most three words changes at least one sum.
     """
     flat = data.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

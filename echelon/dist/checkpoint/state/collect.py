@@ -134,7 +134,7 @@ class Contents:
 
 
 def collect(state: Mapping[str, Any], rank: int) -> Contents:
-    """Return the contents of a state that this rank holds.
+    """Return the part of a state's contents that this rank holds.
 
     Raises:
         TypeError: the state holds something that cannot be saved.

@@ -109,7 +109,7 @@ class Restore:
             self._plain[path] = self._tree(path, value)
 
     def _plan_absent(self, present: set[str]) -> None:
-        """Plan the addition of stored plain values that are missing from the caller's dict."""
+        """Plan to add the stored plain values that are missing from the caller's dict."""
         for path, value in plain_values(self._source.manifest).items():
             if path not in present:
                 self._plain[path] = value

@@ -127,7 +127,9 @@ def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
 
 
 def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
-    """Return the largest group, or None for an empty list. `groups` must be sorted by size.
+    """Return the largest group, or None if `groups` is empty.
+
+    `groups` must be sorted by descending size.
 
     Raises:
         ValueError: the largest group does not contain all ranks of another group.
@@ -164,7 +166,11 @@ def _share(owner: torch.Tensor, over: ProcessGroup | None, replicas: ProcessGrou
 
 
 def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> torch.Tensor:
-    """Return this rank's largest absolute value or weighted sum of powers, as float64 [1]."""
+    """Return this rank's contribution to the total norm, as float64 [1].
+
+    If `norm_type` is infinite, the contribution is the largest absolute value of the gradients'
+    elements. Otherwise it is a weighted sum of the powers of the absolute values.
+    """
     by_device: dict[torch.device, list[tuple[torch.Tensor, float]]] = {}
     for grad, share in counted:
         by_device.setdefault(grad.device, []).append((grad, share))
@@ -186,7 +192,10 @@ def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> tor
 
 
 def _total(over: ProcessGroup | None, mine: torch.Tensor, norm_type: float) -> float:
-    """Return the sum or maximum of all ranks' values. Collective; synchronizes with the device."""
+    """Return the sum or maximum of all ranks' contributions. Collective.
+
+    The function synchronizes with the device.
+    """
     values = mine
     if over is not None and over.size > 1:
         values = mine.new_empty(over.size)

@@ -3,9 +3,9 @@
 An optimizer that treats each element independently (SGD, Adam, ...) gives the same result on shards
 as on unsharded parameters. An optimizer that uses a parameter's shape, rows or norms (Muon,
 Adafactor, LAMB, ...) would silently compute wrong results. Every optimizer is therefore checked
-before its first step on shards. This module lists torch's own optimizers, and tests all others on a
-small parameter. A class that assembles full parameters itself sets the attribute
-`handles_shards = True` (see `echelon.train.optimizers.Muon`).
+before its first step on shards. This module knows which of torch's own optimizers are elementwise,
+and tests all others on a small parameter. A class that assembles full parameters itself sets the
+attribute `handles_shards = True` (see `echelon.train.optimizers.Muon`).
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def share_overflow(
 
     Args:
         overflow: whether this rank found an overflow.
-        parameters: the parameters whose groups exchange their results.
+        parameters: the parameters whose groups combine the overflow flags of their ranks.
         over: a group to use instead of the parameters' groups.
     """
     members = [member for member in map(member_of, parameters) if member is not None]
@@ -200,7 +200,7 @@ def share_overflow(
 
 
 def _groups(members: list[Member]) -> list[ProcessGroup]:
-    """Return the largest group that shards the parameters, and the parameters' replica groups."""
+    """Return the largest group over which parameters are sharded, and all replica groups."""
     over = largest(groups_of(members))
     replicas = {member.flat.replicas: None for member in members}
     return [group for group in (over, *replicas) if group is not None]

@@ -6,7 +6,7 @@ functions either handle shards correctly or raise an error:
 
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
     torch.nn.utils.get_total_norm       error for gradients of shards, whose group is unknown
-    torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none of them
+    torch.amp.GradScaler                either all ranks of a unit's groups skip a step, or none do
     torch.autograd.backward             `inputs=` can contain shards (also in `Tensor.backward`);
                                         error under Compiled Autograd
     torch.autograd.grad                 error for shards, because the result would contain only one
@@ -183,7 +183,7 @@ def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs(inputs: Any) -> list[Any]:
-    """Return `inputs`, which may be a tensor, a sequence or a dict of tensors, as a list."""
+    """Return `inputs`, which is a tensor or a sequence or dict of tensors, as a list."""
     if isinstance(inputs, dict):
         return list(inputs.values())
     return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]

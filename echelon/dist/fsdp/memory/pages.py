@@ -3,7 +3,7 @@
 Memory that is returned to the operating system is zeroed when it is allocated again, and zeroing
 takes as long as a gather. Instead, the pages of a released unit are remapped (mremap) to the
 addresses of the next unit of the same size. For 64 MB in huge pages, remapping takes 70 us and
-zeroing takes 3 ms. The budget limits how much idle memory is retained.
+zeroing takes 3 ms. The amount of idle memory retained is limited.
 """
 
 from __future__ import annotations

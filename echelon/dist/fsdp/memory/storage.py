@@ -194,7 +194,7 @@ class Pool:
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Drop all unused buffers. Buffers that are in use are not returned to the pool later."""
+        """Drop all unused buffers. Buffers in use are later freed, not returned to the pool."""
         self._free.clear()
         self._lent.clear()
 

@@ -50,7 +50,7 @@ class Order:
         self._clock = 0  # counts forwards that began or ended
 
     def add(self, entry: Entry) -> None:
-        """Add a unit, which must have the next number."""
+        """Add a unit. Units must be added in the order of their numbers, starting at 0."""
         assert entry.number == self._num_entries, (entry.number, self._num_entries)
         self._num_entries += 1
         self._entries[entry.number] = entry
@@ -182,8 +182,8 @@ class Order:
     def backward_asks(self) -> list[int]:
         """Return this rank's votes on which recordings take part in the current backward pass.
 
-        Each vote is a number for one recording, and the maximum over all ranks is decisive. If no
-        vote is necessary, the list is empty on all ranks.
+        The list contains one number per recording. For each recording, the highest number from any
+        rank decides. If no vote is necessary, the list is empty on all ranks.
         """
         run = self._running()
         return [] if run.yields_nothing else self._pending.words(run)
@@ -307,8 +307,9 @@ class Order:
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
         """Return whether the backward pass is expected to begin with this unit.
 
-        If an outermost unit has no inner units, other units can follow it. The result for such a
-        unit is therefore True only if the previous outermost forward pass ended with the same unit.
+        Outermost units without inner units often run one after another. For such a unit, the
+        result is True only if the unit was also the last to run in the previous outermost forward
+        pass.
         """
         if at_end and not entry.outer:
             return self._final is not None and entry is self._final()

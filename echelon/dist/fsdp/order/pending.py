@@ -61,7 +61,7 @@ class Pending:
         return _TAKES_PART if takes_part else _IS_NOT_REACHED
 
     def concerned(self, run: Run, agreed: Sequence[int]) -> list[Recording]:
-        """Return the recordings that take part in a run, and forget deleted recordings.
+        """Return the recordings that take part in an autograd run, and forget deleted recordings.
 
         Args:
             agreed: the votes agreed on by all ranks, or an empty list if there was no vote.

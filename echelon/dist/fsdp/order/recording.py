@@ -28,7 +28,8 @@ class Recording:
         following: for each unit, the unit that the last forward pass requested after it.
         last: the last unit requested in the current forward pass.
         final: the last unit requested in the last complete forward pass.
-        begun, ended: the units whose forward passes began and ended since the last backward pass.
+        begun: the units whose forward passes have begun since the last backward pass.
+        ended: the units whose forward passes have ended since the last backward pass.
         begun_before: the units whose forward passes began before the last backward pass.
         partners: the numbers of the recordings that took part in every backward pass of this
             recording; None before the first backward pass.

@@ -29,8 +29,8 @@ class Run:
 
     Args:
         recordings: the recordings of the outermost units that might take part.
-        ended: the units whose forward passes ended since the last run, in order of completion.
-        begun: the units whose forward passes began since the last run, in order of their beginning.
+        ended: the units whose forward passes ended since the last run, sorted by when they ended.
+        begun: the units whose forward passes began since the last run, sorted by when they began.
         is_again: whether this run repeats the last run through retained graphs. If so, `begun` is
             taken from the last run, and units that this run does not reach are skipped.
 
@@ -65,7 +65,7 @@ class Run:
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
-        """Defer the units that were not gathered to the next run.
+        """Carry over to the next run the units that this run has not gathered.
 
         This method is called after a run that computed no parameter gradients.
         """

@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The shard of one parameter that one rank holds, in elements.
+    """The range of one parameter's elements that one rank holds.
 
     Attributes:
         start: the index of the first element in the flattened parameter.

@@ -42,7 +42,7 @@ class Member:
     """One parameter of a `Flat`.
 
     A member holds only weak references to the modules. Strong references could form a cycle through
-    autograd's graph, which the garbage collector cannot detect.
+    autograd's graph, and the garbage collector cannot detect such a cycle.
     """
 
     def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:
@@ -136,7 +136,7 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if the shard changed between the last two gathers, else 0; clear this flag."""
+        """Return 1 if a gather since the last call found that the shard had changed, else 0."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 

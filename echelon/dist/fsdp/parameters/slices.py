@@ -44,7 +44,7 @@ class Slice:
         return whole.narrow(self.dim, self.index * length, length)
 
     def __deepcopy__(self, memo: object) -> Slice:
-        """Return the same object, because a slice is immutable."""
+        """Return this slice itself instead of a copy, because slices are immutable."""
         return self
 
 

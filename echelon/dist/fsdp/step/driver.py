@@ -353,14 +353,14 @@ class Driver:
         return self._reducer
 
     def _note(self, what: str, number: int) -> None:
-        """Add a gather or a reduction to its running hash."""
+        """Add an operation to the running hash of gathers or of reductions."""
         self.hashes[what] = zlib.crc32(f"{what} {number}".encode(), self.hashes[what])
 
     # ---- errors ----
 
     @contextlib.contextmanager
     def _explaining(self, doing: str) -> Iterator[None]:
-        """Add the units and the current action to the text of a `CollectiveError`."""
+        """Name the units involved and the current action in the text of a `CollectiveError`."""
         try:
             yield
         except CollectiveError as err:
