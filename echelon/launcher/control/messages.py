@@ -339,7 +339,7 @@ class LeaseBeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entrust:
-    """A command: store a mandate that was encoded by `pack_mandate`."""
+    """A command: store a mandate (the job's replicated state), as encoded by `pack_mandate`."""
 
     mandate: bytes
 

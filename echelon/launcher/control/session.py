@@ -44,7 +44,7 @@ class Session:
         return not self._kept
 
     def owe_acknowledgement(self) -> None:
-        """Make `owes_acknowledgement` True, so that the peer can end its session."""
+        """Schedule an acknowledgment, so that the peer can end its session."""
         self._unacknowledged_bytes = _ACK_BYTES
 
     @property

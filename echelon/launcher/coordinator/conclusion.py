@@ -12,7 +12,7 @@ from echelon.launcher.job.report import EXIT_STALL, Report, exit_code
 def conclude(
     world: World, end: EndAttempt, report: Report, stop_signal: int
 ) -> tuple[EndedBy, int]:
-    """Fill in the report once the job's last world has ended.
+    """Fill in the run report once the job's last world has ended.
 
     Args:
         stop_signal: the signal that the user sent to end the job; 0 for none.

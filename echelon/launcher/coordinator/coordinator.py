@@ -74,7 +74,8 @@ class Coordinator:
     passes.
 
     Args:
-        succession: manages this host's lease and mandate; None for a job without failover.
+        succession: manages this host's lease and mandate (the job's replicated state); None for a
+            job without failover.
         observers: the objects that report on the job but make no decisions.
     """
 
@@ -442,7 +443,7 @@ class Coordinator:
             self._decide(world, decide.StallSeen(stall.reason))
 
     def _look_early(self, world: World) -> None:
-        """Collect an early incident if an operation is taking longer than its learned limit."""
+        """Collect an early incident if an operation or span has exceeded its learned limit."""
         was_reported = world.limits.is_reported
         early = world.look_early(self._lived_ns())
         if world.rule.is_stalled or world.attempt.phase is not decide.Phase.RUNNING:
@@ -501,7 +502,7 @@ class Coordinator:
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Resume a job from the mandate of its lost host."""
+        """Resume a job whose host was lost, from the job's replicated state (the mandate)."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)

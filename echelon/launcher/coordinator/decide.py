@@ -103,7 +103,7 @@ class StallSeen:
 
 @dataclass(frozen=True, slots=True)
 class SlowSeen:
-    """An event: no rank is active, and an operation is taking longer than its learned limit."""
+    """An event: no rank is active, and an operation or span has exceeded its learned limit."""
 
     reason: str
 

@@ -140,8 +140,8 @@ class Incidents:
     def covers_stall(self) -> bool:
         """Return whether a new stall belongs to the incident that is being collected.
 
-        When nodes recover one after another, the nodes that are still stalled are detected as a new
-        stall.
+        If nodes recover one after another, a new stall is detected for the nodes that have not
+        recovered yet.
         """
         collection = self._collection
         if collection is None or collection.kind != "stall" or collection.is_early:

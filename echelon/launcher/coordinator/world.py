@@ -215,7 +215,8 @@ class World:
     def grow(self, node: Node, epoch: int) -> range:
         """Add a node that connected late; return its ranks, numbered after all other ranks.
 
-        Until they are admitted, the ranks count as lost before `epoch`.
+        Until the ranks are admitted, they count as lost, with `epoch` as the first epoch without
+        them.
         """
         first = sum(map(len, self.nodes.values()))
         ranks = range(first, first + node.num_workers)
@@ -325,7 +326,7 @@ class World:
         self.limits.begin_again(now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return the early examination that is due because of a slow operation, or None."""
+        """Return an early examination if a slow operation or span makes one due, otherwise None."""
         return self.limits.look([self._views.get(node) for node in self.members], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
@@ -341,7 +342,10 @@ class World:
 
 
 def _folded(first_rank: int) -> int:
-    """Return the key of a node's folded row: a negative number, to distinguish it from a rank."""
+    """Return the key for the combined state of a node's ranks.
+
+    The key is negative, so that it cannot equal a rank.
+    """
     return -1 - first_rank
 
 

@@ -4,9 +4,9 @@ With each heartbeat that it receives, an elector makes a promise to the host: fo
 the elector will not vote for another node. The promise ends early only if the host's machine
 refuses connections, which proves that the launcher has exited.
 
-An elector votes for only one candidate per term, and rejects a candidate whose mandate is older
-than the elector's. The mandate of an elected host is therefore at least as recent as the last
-version that took effect.
+An elector votes for only one candidate per term, and rejects a candidate whose mandate (the job's
+replicated state) is older than the elector's. The mandate of an elected host is therefore at least
+as recent as the last version that took effect.
 """
 
 from __future__ import annotations

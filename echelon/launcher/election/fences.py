@@ -2,7 +2,7 @@
 
 If the connection to a node breaks, the host tries to connect to the node's launcher. If the machine
 refuses the connection, the launcher has exited, and its guard has killed its ranks. If the machine
-does not answer, the ranks might continue to run until the node's permit expires.
+does not answer, the ranks might continue to run until the node's permit to run them expires.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Maintain the host's state: its lease, its mandate, and the permits of its nodes.
 
+See `lease.py` for leases and permits, and `mandate.py` for the mandate.
+
 A world can begin once all three conditions are met:
 
 - A majority of the former electors and a majority of the next electors hold the world's mandate.

@@ -1,8 +1,8 @@
 """Keep a node ready to take over the job.
 
-In a job with failover, every node has a standby, including the host. The standby opens its listener
-at the start of the job, so that the port is certain to be available for a takeover. Votes are cast
-on the listener's thread; all other work runs in the agent's event loop.
+In a job with failover, every node, including the host, has a `Standby`, which opens a listener at
+the start of the job, so that the port is certain to be available for a takeover. Votes are cast on
+the listener's thread; all other work runs in the agent's event loop.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Succession:
 
     Args:
         office: the host's lease and mandate.
-        standby: the standby of the host's own node.
+        standby: the `Standby` of the host's own node.
         endpoint: the "host:port" at which other nodes connect to this host.
         send: sends a command to a node.
         say: prints a line for the user.

@@ -1,4 +1,4 @@
-"""Implement `echelon witness`, which votes on a third machine in jobs with two nodes."""
+"""Implement `echelon witness`, which runs on a separate machine and helps to elect a job's host."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Containment:
         self.folder = _make_folder()
 
     def group(self, name: str) -> str:
-        """Create a group for a worker; return the group's path, or "" on failure."""
+        """Create a control group for a worker; return the group's path, or "" on failure."""
         if self.folder is None:
             return ""
         group = self.folder / name
@@ -37,7 +37,7 @@ class Containment:
         return str(group)
 
     def close(self) -> None:
-        """Remove all empty groups. Safe to call twice."""
+        """Remove all empty control groups. Safe to call twice."""
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 for group in self.folder.iterdir():

@@ -1,4 +1,4 @@
-"""Run a job's workers on one node, with their output and their rings.
+"""Run a job's workers on one node, and handle their output and rings.
 
 The node agent carries out commands and reports events. It has no information about other nodes. Its
 only decision is how long to wait for its workers to stop. Events are sent to the coordinator
@@ -498,7 +498,7 @@ class NodeAgent:
         return self._kept is not None
 
     def keep_snapshot(self) -> None:
-        """Take a snapshot of this node's ranks, which a new coordinator can collect later."""
+        """Take a snapshot of this node's ranks for a new coordinator to collect later."""
         self._examination = self._stop_after_examination = None
         if self._kept is None and self.has_workers:
             self._kept = harvest(self._workers, self._occasion("failure"), self._pump)
@@ -635,7 +635,7 @@ class NodeAgent:
         self._keep_limits()
 
     def _keep_limits(self) -> None:
-        """Write the learned limits to the first worker's folder, for `echelon status`."""
+        """Write the learned limits of operations and spans to a file, for `echelon status`."""
         now_s = time.monotonic()
         if self._sighting is None or now_s < self._next_limits_s:
             return

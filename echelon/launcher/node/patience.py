@@ -1,4 +1,4 @@
-"""Limit how long this node waits for its user, the coordinator and its workers.
+"""Limit how long a stopping node waits for the coordinator and its workers.
 
 A user's request to stop is sent to the coordinator. If the coordinator does not respond within a
 few seconds, the node stops on its own. If the user presses Ctrl-C again after at least a second,

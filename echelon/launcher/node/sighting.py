@@ -113,7 +113,7 @@ class Sighting:
         self._num_dumps.update(own)
 
     def words(self, worker: Worker) -> tuple[int, ...] | None:
-        """Return the words of the live page of a rank's ring; None while the rank has no ring."""
+        """Return the live values in a rank's ring (see `Live`); None while the rank has no ring."""
         ring = self._ring(worker)
         return None if ring is None else ring.words()
 
@@ -170,8 +170,8 @@ class Sighting:
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
         """Examine a rank that has a ring.
 
-        A rank whose phases are recorded by hooks rather than by the program's own marks, or that is
-        not initialized yet, is also examined from outside.
+        The rank is also examined from outside if its phases are recorded by hooks rather than by
+        calls in the program, or if the rank is not initialized yet.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:

@@ -51,7 +51,7 @@ class Standings:
 
 
 def to_row(rank: int, standing: Standing) -> list[int]:
-    """Encode a standing as a row of `m.Standings`, with an age instead of a time."""
+    """Encode a rank's report as a row of `m.Standings`."""
     age_ns = time.monotonic_ns() - standing.ready_mono_ns
     return [
         rank,
@@ -66,7 +66,11 @@ def to_row(rank: int, standing: Standing) -> list[int]:
 
 
 def of_row(row: Sequence[int]) -> tuple[int, Standing]:
-    """Decode the rank and the standing from a row, with times on this process's clock."""
+    """Decode a row of `m.Standings`; return the rank and its report.
+
+    The report contains the time at which the rank became ready, both on this process's clock and on
+    the clock of the rank's node.
+    """
     rank, code, epoch, step, repeats, age_ms, there_ns, meets = row
     return rank, Standing(
         state=_STATES[code],

@@ -168,7 +168,11 @@ class Workers:
         self._send({"do": "take", "index": index, "as": as_index, "env": rings, "group": group})
 
     def hold(self, folder: str) -> None:
-        """Make the guard lock a folder of rings; it removes the folder if the agent is killed."""
+        """Make the guard lock a folder of rings.
+
+        If the agent is killed, the guard moves the rings to the run directory and removes the
+        folder.
+        """
         self._send({"do": "hold", "folder": folder})
 
     def signal(self, index: int, number: int, *, alone: bool = False) -> None:

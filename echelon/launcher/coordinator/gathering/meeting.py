@@ -36,7 +36,7 @@ class MeetingPlace(Protocol):
         """Accept clients from an address even though they cannot authenticate themselves."""
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value for the ranks to read. Key and value must not contain whitespace."""
+        """Store a value for the ranks to read. The key and value must not contain whitespace."""
 
     def post(self, folder: str, value: str) -> None:
         """Store a value under the first free key among `folder`/0, `folder`/1, and so on.

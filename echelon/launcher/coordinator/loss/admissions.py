@@ -87,8 +87,9 @@ class Admissions:
     def delayed_by(self, world: World) -> list[int]:
         """Return the joining ranks if all other ranks are waiting for them, otherwise [].
 
-        A rank that has already entered the epoch counts as waiting: a send that fits into a buffer
-        completes even before the joining rank is ready to receive it.
+        A rank that has already entered the epoch also counts as waiting. It can enter the epoch
+        before the joining ranks, because a send that fits into a buffer completes before the
+        receiver is ready.
         """
         epoch = self._epochs.awaited
         if epoch is None or not self._joining:

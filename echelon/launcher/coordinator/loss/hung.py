@@ -110,7 +110,7 @@ class HungRanks:
         return self._causes.get(rank, "")
 
     def note_ended(self, rank: int, *, is_survived: bool) -> None:
-        """Record that a rank ended. Its stall counts as resolved once all culprits have ended.
+        """Record that a rank ended. A stall counts as resolved once all its culprits have ended.
 
         Args:
             is_survived: whether the other ranks continue without this rank.
@@ -134,9 +134,9 @@ class HungRanks:
         return self._until_s
 
     def undead(self, now_s: float) -> tuple[str, World] | None:
-        """Return an error message about ranks that SIGKILL did not end, and their attempt.
+        """Return an error text and the attempt if ranks have survived SIGKILL; None otherwise.
 
-        Each case is reported only once. Return None if there is nothing to report.
+        Each case is reported only once.
         """
         if self._world is None or now_s < self._until_s:
             return None

@@ -160,7 +160,7 @@ class Losses:
         return True
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
-        """Publish that ranks exited before their last step, so that no rank waits for an epoch.
+        """Announce that ranks exited before their last step, so that no rank waits for an epoch.
 
         Only ranks that are waiting for an epoch react to this notice. If a stop was requested, the
         other ranks might be exiting too.

@@ -78,5 +78,8 @@ def is_joining(known: Known, rank: int) -> bool:
 
 
 def are_finishing(known: Known) -> bool:
-    """Return whether any rank has finished all its steps; the others are about to finish."""
+    """Return whether any rank has finished all its steps.
+
+    If so, the other ranks are about to finish.
+    """
     return any(one.state is State.DONE for one in known.values())

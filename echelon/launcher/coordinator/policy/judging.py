@@ -116,7 +116,11 @@ def _last_step(
 
 
 def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | None:
-    """Return what the incident shows about one of the given ranks; see `circumstances`."""
+    """Return the facts about the first of the given ranks that failed because of its own error.
+
+    If no such rank is found, return the facts about the first rank with a readable dump. Return
+    None if there is no incident or no readable dump.
+    """
     if incident is None:
         return None
     from echelon.launcher.incident.circumstances import circumstances  # imported only if needed

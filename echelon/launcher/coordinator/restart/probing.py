@@ -201,7 +201,7 @@ class Probing:
 
     @property
     def _has_pairs(self) -> bool:
-        """True if the failure names several nodes, so that the links between them are measured."""
+        """True if the failure names several nodes. The links between them are then measured."""
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:

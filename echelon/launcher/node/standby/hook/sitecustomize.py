@@ -401,7 +401,7 @@ def _note_uncaught() -> None:
 
 
 def _is_outermost(frame: FrameType | None) -> bool:
-    """Return whether every caller of a hook, if any, is another hook of echelon."""
+    """Return whether the interpreter called a hook, directly or through hooks of echelon."""
     while frame is not None and _is_echelons(frame.f_globals):
         frame = frame.f_back
     return frame is None
@@ -410,17 +410,18 @@ def _is_outermost(frame: FrameType | None) -> bool:
 def _is_echelons(namespace: dict[str, object]) -> bool:
     """Return whether a namespace belongs to this file or to a module of echelon.
 
-    The name does not identify this file, because the user's own file can have the same name.
+    A module name does not identify this file, because the user's own `sitecustomize` has the same
+    name.
     """
     return namespace is globals() or str(namespace.get("__name__")).startswith("echelon.")
 
 
 def _end_if_failed() -> None:
-    """End the process of a failed script at once, after all other exit handlers.
+    """If the script failed, end its process without the interpreter's cleanup.
 
-    With libraries such as torch, the interpreter's cleanup takes about half a second, and a restart
-    waits for every rank to end. A program ends as usual if it was interrupted, or if it has set its
-    own `sys.excepthook`, which can choose another exit code.
+    This function is the last exit handler. With libraries such as torch, the cleanup takes about
+    half a second, and a restart waits for every rank to end. A program ends as usual if it was
+    interrupted, or if it has set its own `sys.excepthook`, which can choose another exit code.
     """
     is_own = _is_echelons(getattr(sys.excepthook, "__globals__", {}))
     if not _ended_with or not is_own or issubclass(_ended_with[0], KeyboardInterrupt):
