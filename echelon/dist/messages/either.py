@@ -17,7 +17,7 @@ from echelon.dist.messages.transfer import Transfer
 
 
 class Inside(Pending, Protocol):
-    """A receive from a rank on the same host; the receive can be withdrawn."""
+    """A cancellable receive from a rank on the same host."""
 
     def withdraw(self) -> bool:
         """Cancel the receive; see `messages.transfer.Withdrawable`."""
