@@ -114,7 +114,10 @@ class Step:
     def _compute(
         self, stage: Stage, microbatch: int, inputs: list[torch.Tensor]
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Return a stage's outputs (in the last stage, the loss), and the tensors to send."""
+        """Run a stage's forward pass; return its result and the tensors to send.
+
+        The last stage's result is the loss or, in an evaluation without targets, the outputs.
+        """
         outputs = stage.module(*inputs)
         if not stage.is_last:
             return outputs, tensors_of(outputs, stage)
