@@ -126,7 +126,7 @@ class Serial:
 
 
 class _Turn:
-    """A `Watch` for the running job that also checks the deadlines of queued jobs."""
+    """A `Watch` that checks the running job's limits and the deadlines of queued jobs."""
 
     def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
         self._watch = watch
