@@ -101,7 +101,7 @@ class PartialBlocks:
         return self._num_blocks + len(self._cut) * BLOCK
 
     def write(self, message: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Write this rank's values into its message.
+        """Write this rank's block sums, and its elements of split blocks, into the message.
 
         Args:
             message: [message_numel], float64, initially all zeros.

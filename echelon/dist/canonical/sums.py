@@ -90,7 +90,7 @@ class TreeSums:
         self._nodes = combine([*self._nodes, leaf], self.run, _add)
 
     def nodes(self) -> list[tuple[Node, torch.Tensor]]:
-        """Return the sums of `maximal_nodes(run)`, in ascending order.
+        """Return the nodes of `maximal_nodes(run)` in ascending order, each with its sum.
 
         Raises:
             ValueError: micro-batches of the range are missing.
