@@ -200,7 +200,7 @@ class Driver:
         return min(self._streams.slice_s, CHECK_EVERY_S if self._live else _IDLE_S)
 
     def _look_around(self) -> None:
-        """End transfers that have timed out or whose peer has died, and abandoned receives.
+        """End abandoned receives, and transfers that have timed out or whose peer has died.
 
         To detect that a peer has died, each call checks only one of the peer's transfers.
         """
