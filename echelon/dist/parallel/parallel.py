@@ -84,7 +84,7 @@ class Parallel:
         """Run forward and backward passes on this rank's local batch, and reduce the gradients.
 
         The gradients of the mean loss over all ranks' data are added to `.grad`. Collective among
-        all ranks; each operation blocks at most for its group's timeout.
+        all ranks; each operation blocks for at most its group's timeout.
 
         Args:
             inputs: a tensor or a tuple of tensors, [batch_size, ...], the same on all ranks with
