@@ -24,7 +24,7 @@ def is_sharded(stage: Stage) -> bool:
 
 
 def groups_of(stage: Stage) -> Iterator[ProcessGroup]:
-    """Yield the process groups that shard a stage's parameters, possibly with repetitions."""
+    """Yield the process groups across which a stage's parameters are sharded; can repeat groups."""
     for unit in units_of(stage.module):
         yield from driver_of(unit).groups()
 

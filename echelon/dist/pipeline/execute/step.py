@@ -59,8 +59,8 @@ class Step:
         """Execute a row of the plan, including its messages; return once all sends have completed.
 
         Each send starts immediately after the computation that produces its data. Receives are
-        posted no later than at their position in the row, and usually `_AHEAD` computations before
-        the data is used.
+        posted no later than at their position in the row, and usually a few computations before the
+        data is used.
         """
         steps = [part for action in row for part in action.computations or (action,)]
         computations = [action for action in steps if action.is_compute]
