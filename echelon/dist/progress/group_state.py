@@ -363,8 +363,8 @@ class GroupState:
     def hear(self, error: CollectiveError) -> None:
         """End the group with the verdict of another rank; never blocks.
 
-        Collectives before the failed operation that are still in progress on this rank have up to
-        0.5 s to finish.
+        Collectives that precede the failed operation and are still in progress on this rank have up
+        to 0.5 s to finish.
         """
         number = error.sequence
         if error.operation in COLLECTIVES and self._is_before(number):
