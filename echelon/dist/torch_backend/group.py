@@ -423,7 +423,7 @@ class TorchGroup(Identity):
 
 
 def _limit(timeout: timedelta | None) -> float | None:
-    """Return a timeout in seconds. Torch's 0 and -1 ms become None: the group's timeout."""
+    """Return a timeout in seconds. Torch's 0 and -1 ms become None (the group's timeout)."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return seconds if seconds > 0 else None
 

@@ -3,8 +3,8 @@
 [Note: errors and futures] The thread that waits for a `Work` completes its torch future. Torch
 turns a Python exception into a wrong result in one case (`_create_work_from_future`) and into a
 crash in another case (`Future.set_exception` under DDP). Therefore, `TorchWork.wait` raises errors
-itself. `get_future` returns a child future, created by `then`, whose callback raises the error.
-C++ code then receives a RuntimeError with the error's name and text.
+itself. `get_future` returns a child future, created by `then` with a callback that raises the
+error. C++ code then receives a RuntimeError with the error's name and text.
 """
 
 from __future__ import annotations
