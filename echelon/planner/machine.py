@@ -88,7 +88,11 @@ class Machine:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link(self, size: int, *, is_across: bool) -> Link:
-        """Return the link whose group size is nearest to `size`, preferring the given kind."""
+        """Return the link with the group size nearest to `size`.
+
+        Links of the other kind (across nodes or inside a node) are considered only if there are no
+        links of the requested kind.
+        """
         known = [link for link in self.links if link.is_across == is_across] or list(self.links)
         return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))
 
@@ -129,7 +133,9 @@ def assumed(*, is_half: bool) -> Machine:
 
 
 def with_peak(machine: Machine, tflops: float) -> Machine:
-    """Return the machine with a stated peak rate; training is assumed to reach 30 to 60 % of it.
+    """Return a copy of a machine with a peak rate that the user stated.
+
+    Training is assumed to reach 30 to 60 % of the peak rate.
 
     Raises:
         ValueError: the peak rate is not positive and finite.

@@ -139,9 +139,9 @@ def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
     """Return how many bytes of activations a block of `echelon.train.models` stores per token.
 
     A block stores the inputs and outputs of the norms (RMSNorm computes in fp32), the operands and
-    result of attention (with another copy after rotary positions, which change the layout), and the
-    tensors inside the feed-forward network. Tensor parallelism splits everything except the tensors
-    of the norms. Kernels that fuse these operations store less.
+    result of attention (with another copy after rotary positions), and the tensors inside the
+    feed-forward network. Tensor parallelism splits everything except the tensors of the norms.
+    Kernels that fuse these operations store less.
     """
     if model.is_gated:
         norms = 2 * (model.width * (4 + 2 * compute_bytes) + 4)
@@ -156,8 +156,8 @@ def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
 def logits_bytes(model: Model, job: Job) -> float:
     """Return the loss's peak memory per token, in bytes.
 
-    At its peak, the loss needs the logits in the compute dtype, and the log-softmax and its
-    gradient in fp32.
+    At its peak, the loss needs the logits in the compute dtype and in fp32 (if these differ), and
+    the log-softmax and its gradient in fp32.
     """
     copies = job.compute_bytes + 8 + (4 if job.compute_bytes < _STATE_BYTES else 0)
     return model.vocabulary * copies / job.loss_chunks

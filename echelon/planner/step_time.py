@@ -30,8 +30,8 @@ class StepTime:
         compute: the computation time of the rank with the most work.
         tensor: the time spent in tensor-parallel collectives.
         exposed: the time spent in gathers and reductions that are not hidden by computation.
-        bubble: the time that the same rank spends waiting for other stages and for messages between
-            stages.
+        bubble: the time that the rank with the most work spends waiting for other stages and for
+            messages between stages.
         optimizer: the time to read and write weights, gradients and the optimizer's state.
     """
 
@@ -81,7 +81,10 @@ def _course(layout: Layout, shares: tuple[float, ...], backward: float) -> Cours
 def _ring_s(
     machine: Machine, layout: Layout, job: Job, axis: str, num_bytes: float, num_calls: float
 ) -> float:
-    """Return the seconds for ring all_gathers or reduce_scatters of `num_bytes` in total."""
+    """Return the time in seconds for ring all_gathers or reduce_scatters.
+
+    `num_bytes` is the total size of the full vectors of all `num_calls` calls.
+    """
     size = int(getattr(layout, axis))
     if size == 1:
         return 0.0
@@ -97,7 +100,10 @@ def _ring_s(
 def _tensor_s(
     model: Model, layout: Layout, job: Job, machine: Machine, tokens: int, num_blocks: int
 ) -> float:
-    """Return the seconds for two all_reduces per block in each pass (Megatron-LM, Shoeybi 2019)."""
+    """Return the time in seconds for two all_reduces per block in each pass.
+
+    The number of all_reduces is from Megatron-LM (Shoeybi et al. 2019).
+    """
     num_calls = 2 * (3 if layout.recompute else 2) * num_blocks * layout.microbatches
     num_bytes = num_calls * tokens * model.width * job.compute_bytes
     return 2 * _ring_s(machine, layout, job, "tp", num_bytes, num_calls)

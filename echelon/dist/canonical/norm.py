@@ -32,7 +32,7 @@ def block_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def _halved(values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of each block, as a view of `room`."""
+    """Return the sum of squares of each block, as a view of `room`, which is overwritten."""
     count = -(-values.numel() // BLOCK)
     squares = room[: count * BLOCK]
     squares[: values.numel()] = values
@@ -80,8 +80,9 @@ def tree_totals(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 class PartialBlocks:
     """Block sums of one parameter that is sharded across ranks.
 
-    Each rank writes its values into a vector (its message) that is otherwise zero. The sum of all
-    ranks' vectors therefore contains every value exactly.
+    Each rank writes a vector, its message. The message contains the sums of the blocks that lie
+    within the rank's shard, the rank's elements of the blocks that span several shards, and zeros
+    elsewhere. The sum of all ranks' messages therefore contains every number exactly.
 
     Args:
         numel: the number of elements of the full parameter.
@@ -100,7 +101,7 @@ class PartialBlocks:
         return self._num_blocks + len(self._cut) * BLOCK
 
     def write(self, message: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Write this rank's values into its message.
+        """Write this rank's block sums, and its elements of split blocks, into the message.
 
         Args:
             message: [message_numel], float64, initially all zeros.
@@ -123,7 +124,7 @@ class PartialBlocks:
     def read(self, message: torch.Tensor) -> torch.Tensor:
         """Return `block_sums` of the full parameter, given the sum of all messages.
 
-        The result shares the message's memory.
+        The result shares memory with this sum.
         """
         sums = message[: self._num_blocks]
         if self._cut:

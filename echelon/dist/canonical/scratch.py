@@ -17,7 +17,7 @@ class Scratch:
 
     Example:
         >>> scratch = Scratch()
-        >>> mine = reduce_scatter(group, sums, runs, scratch=scratch).total() / 24  # out of it
+        >>> mine = reduce_scatter(group, sums, runs, scratch=scratch).total() / 24  # a new tensor
     """
 
     def __init__(self) -> None:

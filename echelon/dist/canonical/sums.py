@@ -1,7 +1,8 @@
 """Add one rank's micro-batches in the order of the canonical tree.
 
 The algorithm works like a binary counter: a completed node is immediately added to its left
-neighbor. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the length of the range.
+neighbor. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the number of the
+rank's micro-batches.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class TreeSums:
         self._nodes = combine([*self._nodes, leaf], self.run, _add)
 
     def nodes(self) -> list[tuple[Node, torch.Tensor]]:
-        """Return the sums of `maximal_nodes(run)`, in ascending order.
+        """Return the nodes of `maximal_nodes(run)` in ascending order, each with its sum.
 
         Raises:
             ValueError: micro-batches of the range are missing.

@@ -200,7 +200,10 @@ class Driver:
         return min(self._streams.slice_s, CHECK_EVERY_S if self._live else _IDLE_S)
 
     def _look_around(self) -> None:
-        """Check the limits of one transfer per peer, and of every transfer past its deadline."""
+        """End abandoned receives, and transfers that have timed out or whose peer has died.
+
+        To detect that a peer has died, each call checks only one of the peer's transfers.
+        """
         now = time.monotonic()
         self._look_at_s = now + CHECK_EVERY_S
         for transfer in self._live:

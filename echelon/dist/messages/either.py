@@ -2,9 +2,9 @@
 
 [Note: one message for two receives] A receive is started on both engines, into the same array. The
 state of the intra-host receive decides which engine gets the message. The intra-host engine claims
-its receive when a message matches. The inter-host engine must cancel the intra-host receive
-(`withdraw`) before it matches a message. Both steps are atomic, so a message is never lost or
-received twice.
+its receive when a message matches. Before the inter-host engine matches a message, it must cancel
+the intra-host receive (`withdraw`). Both steps are atomic, so a message is never lost or received
+twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from echelon.dist.messages.transfer import Transfer
 
 
 class Inside(Pending, Protocol):
-    """A receive from a rank on the same host; the receive can be withdrawn."""
+    """A cancellable receive from a rank on the same host."""
 
     def withdraw(self) -> bool:
         """Cancel the receive; see `messages.transfer.Withdrawable`."""

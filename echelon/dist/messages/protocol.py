@@ -3,9 +3,9 @@
 A small message is sent immediately (EAGER). A message that is large, or would exceed the memory
 granted by the receiver, is offered first. Once a receive has claimed an offered message, the
 message is transferred directly into the receiver's array. Sends with different tags therefore
-complete in the order in which the receiver takes the messages. Early messages use at most
-`WINDOW_BYTES` of a rank's memory per sending peer, plus a 64-byte header for each message that is
-waiting at its sender.
+complete in the order in which the receiver takes the messages. Messages that arrive before their
+receives are posted use at most `WINDOW_BYTES` of a rank's memory per sending peer, plus a 64-byte
+header for each message that is waiting at its sender.
 
 A stream's bytes are always read, even if no receive is posted, so messages cannot block each other.
 Offered messages take turns sending `CHUNK_BYTES` each, so a small message never waits for an entire
@@ -38,7 +38,12 @@ Mismatch = Callable[[Transfer, str], BaseException]
 
 @dataclass(slots=True)
 class _Frame:
-    """An outgoing frame; the transfer `ends` finishes once the frame has been written."""
+    """An outgoing frame.
+
+    Attributes:
+        views: the bytes that have not been written yet.
+        ends: the transfer that finishes once the frame has been written, or None.
+    """
 
     views: list[memoryview]
     ends: Transfer | None = None

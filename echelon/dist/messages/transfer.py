@@ -85,7 +85,8 @@ class Transfer(Outcome):
         """Claim a message for a receive that accepts messages from any rank.
 
         Returns:
-            False if the receive was cancelled, or if its rival already has a message.
+            False if the receive was cancelled, or if the competing receive in another engine
+            already has a message.
         """
         if self.rival is not None and not self.rival.withdraw():
             return False
@@ -100,7 +101,7 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """True if the transfer has ended, or can stop waiting because its rival has a message."""
+        """True if the transfer has ended, or if the competing receive has the message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:

@@ -15,7 +15,8 @@ class Axes:
     """A mesh with the axis names that `parallelize` uses.
 
     Attributes:
-        mesh: a mesh with all four axes; an axis that the caller's mesh does not have has size 1.
+        mesh: a mesh with the axes "pp", "replicate", "shard" and "tp"; an axis that the caller's
+            mesh lacks has size 1.
         stages: the ranks that hold the model's stages.
         tensor: the ranks across which layers are split.
     """

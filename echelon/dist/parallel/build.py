@@ -161,12 +161,10 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """Shard each block as one unit, and the remaining parameters of each part as another unit.
+    """Shard each block as one unit, and the remaining parameters of each stage as another unit.
 
-    A part is a stage or, without a pipeline, the whole model.
-
-    On a single data-parallel rank, nothing is sharded unless the model or the settings require
-    units.
+    Without a pipeline, the whole model counts as one stage. On a single data-parallel rank, nothing
+    is sharded unless `mp_policy`, `offload_policy` or a model on the meta device requires units.
     """
     is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
     needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]

@@ -31,7 +31,7 @@ class Parallel:
         model: this rank's module, whose parameters are named as in the whole model; in a pipeline,
             it contains this rank's stages. To save a checkpoint, include this module in the state:
             `{"model": parallel.model, ...}`.
-        mesh: the mesh with all four axes.
+        mesh: the mesh with the axes "pp", "replicate", "shard" and "tp".
         data: this rank's data-parallel index, and the data-parallel size. Ranks with equal `data`
             must be given the same data.
         pipeline: the pipeline that runs the stages; None if axis "pp" has size 1.
@@ -84,7 +84,7 @@ class Parallel:
         """Run forward and backward passes on this rank's local batch, and reduce the gradients.
 
         The gradients of the mean loss over all ranks' data are added to `.grad`. Collective among
-        all ranks; each operation blocks at most for its group's timeout.
+        all ranks; each operation blocks for at most its group's timeout.
 
         Args:
             inputs: a tensor or a tuple of tensors, [batch_size, ...], the same on all ranks with

@@ -32,7 +32,7 @@ def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Map each parameter name to the first name of the same parameter."""
+    """Map each parameter name to the parameter's first name. Tied parameters have several names."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -70,7 +70,10 @@ def find_ties(
 
 
 def copies(stages: Sequence[Stage], ties: Sequence[Sequence[str]]) -> list[nn.Parameter]:
-    """Return this rank's copies of tied parameters, except the copies that a norm must count."""
+    """Return this rank's copies of tied parameters that a gradient norm must skip.
+
+    A norm counts only the copy in the first stage that holds the parameter.
+    """
     by_index = {
         stage.index: dict(stage.module.named_parameters(remove_duplicate=False)) for stage in stages
     }

@@ -80,10 +80,10 @@ class NoEvidence:
         self._members = members
 
     def serve(self, state: GroupState) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no other ranks."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:  # noqa: ARG002
-        """Return an empty list: the group has no other ranks."""
+        """Return an empty list, because there are no other ranks."""
         return []
 
     def find(
@@ -93,7 +93,7 @@ class NoEvidence:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),  # noqa: ARG002
     ) -> CollectiveError:
-        """Return the error that the engine observed, without naming any ranks."""
+        """Return the error for a broken connection, or a timeout error if `broken` is None."""
         if broken is not None:
             return build.connection_broken(self._members, operation, broken)
         return build.timed_out(self._members, operation, needed or [])
@@ -111,10 +111,10 @@ class NoEvidence:
         return contextlib.nullcontext()
 
     def publish(self, error: CollectiveError) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no other ranks."""
 
     def leave(self) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no other ranks."""
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no other ranks."""

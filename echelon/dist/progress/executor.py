@@ -80,7 +80,7 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the thread once its queue is empty. Queued jobs must already have failed."""
+        """Stop the thread once all queued jobs have run. With `wait`, block for at most 5 s."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -230,7 +230,7 @@ class GroupState:
     # ---- operations under way ----
 
     def sweep(self) -> None:
-        """Settle all operations that have ended but have not been settled yet."""
+        """Record the end of each operation that has ended and is not recorded yet."""
         if self._works:
             with self._lock:
                 for work in self._ended():
@@ -248,9 +248,9 @@ class GroupState:
                 self._settle(work)
 
     def tick(self) -> bool:
-        """Settle and check operations on the watcher's thread.
+        """Record ended operations and check running ones, on the watcher's thread.
 
-        Return False if no operations are left.
+        Return False if no operations are in progress.
         """
         self.sweep()
         with self._lock:
@@ -363,8 +363,8 @@ class GroupState:
     def hear(self, error: CollectiveError) -> None:
         """End the group with the verdict of another rank; never blocks.
 
-        Collectives before the failed operation that are still in progress on this rank have up to
-        0.5 s to finish.
+        Collectives that precede the failed operation and are still in progress on this rank have up
+        to 0.5 s to finish.
         """
         number = error.sequence
         if error.operation in COLLECTIVES and self._is_before(number):

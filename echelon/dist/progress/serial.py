@@ -1,9 +1,9 @@
 """Run the collectives of a blocking engine one at a time, on one thread.
 
-Every collective runs on this thread, even if the caller waits for the collective. A Python signal
-handler runs on the caller's thread, which is only waiting, so it never interrupts a collective.
-Collectives that the handler calls are queued behind the current collective. Callers do not need
-locks, because handlers can safely reenter the queue (`queue.SimpleQueue`).
+Every collective runs on this thread, even if the caller waits for the collective. Python signal
+handlers run on the caller's thread, which is only waiting. They therefore never interrupt a
+collective. Collectives that a handler calls are queued behind the current collective. Callers do
+not need locks, because handlers can safely reenter the queue (`queue.SimpleQueue`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Serial:
 
 
 class _Turn:
-    """A `Watch` for the running job that also checks the deadlines of queued jobs."""
+    """A `Watch` that checks the running job's limits and the deadlines of queued jobs."""
 
     def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
         self._watch = watch

@@ -1,10 +1,10 @@
 """Run the watcher: one thread per process that monitors the operations of all groups.
 
-The watcher settles operations that no caller waits for, so that the black box records when they
-end. For engines without a thread of their own, it checks for missed deadlines and dead ranks. It
-also runs jobs that must not delay a failing call, such as publishing a verdict. The thread exits
-when no operation is left to watch, and starts again when needed. A forked child has its own
-watcher.
+The watcher notices the ends of operations that no caller waits for, so that the black box records
+when they end. For engines without a thread of their own, the watcher checks for missed deadlines
+and dead ranks. It also runs jobs that must not delay a failing call, such as publishing a verdict.
+The thread exits when no operation is left to watch, and starts again when needed. A forked child
+has its own watcher.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Create the echelon group behind a torch group.
 
 Torch passes its store, a rank and a size to the backend. The members join through that store, so a
-second rendezvous is not needed. A program can also call echelon's own `init`.
+second rendezvous is not needed. The same program can also call `echelon.dist.init`, which creates a
+separate world.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ arguments are converted to contiguous arrays (tensors.py). The ProcessGroup chec
 executes the operation, and torch receives a `TorchWork` (work.py). A blocking call (`asyncOp`
 false) runs on the calling thread, and its errors are raised unchanged on the same thread.
 
-`TorchGroup` replaces torch's whole group. Tensors on the host and on devices use the same
-ProcessGroup, which has an engine for each kind of device. All rank arguments are group ranks,
-because torch translates `src` and `dst`.
+`TorchGroup` replaces torch's entire ProcessGroup, not only its backend. Tensors on the host and on
+devices use the same echelon ProcessGroup, which has an engine for each kind of device. All rank
+arguments are group ranks, because torch translates `src` and `dst`.
 """
 
 from __future__ import annotations
@@ -423,7 +423,7 @@ class TorchGroup(Identity):
 
 
 def _limit(timeout: timedelta | None) -> float | None:
-    """Return a call's timeout in seconds, or None (the group's timeout) for 0 and -1 ms."""
+    """Return a timeout in seconds. Torch's 0 and -1 ms become None (the group's timeout)."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return seconds if seconds > 0 else None
 

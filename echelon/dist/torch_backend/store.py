@@ -31,7 +31,7 @@ _users: Counter[tuple[int, str, int]] = Counter()
 
 
 class Meeting:
-    """One torch group's view of torch's store, which must be closed together with the group."""
+    """One torch group's view of torch's store. Close the view together with the group."""
 
     def __init__(self, torch_store: Any, rank: int, timeout_s: float) -> None:
         """Agree on a prefix that no other group uses; block until group rank 0 has chosen one.
@@ -58,7 +58,7 @@ class Meeting:
         self.store = PrefixStore(f"echelon/torch/{place}", below)
 
     def withdraw(self) -> None:
-        """Withdraw this rank's arrival, so that creating the group can be retried."""
+        """Undo this rank's changes to torch's store, so that creating the group can be retried."""
         with contextlib.suppress(StoreError):
             self._through_torch.add(f"echelon/uses/{self._rank}", -1)
             if self._rank == 0:

@@ -3,8 +3,8 @@
 [Note: errors and futures] The thread that waits for a `Work` completes its torch future. Torch
 turns a Python exception into a wrong result in one case (`_create_work_from_future`) and into a
 crash in another case (`Future.set_exception` under DDP). Therefore, `TorchWork.wait` raises errors
-itself, and `get_future` returns a child that `then` creates with a callback that raises the error.
-C++ code then receives a RuntimeError with the error's name and text.
+itself. `get_future` returns a child future, created by `then` with a callback that raises the
+error. C++ code then receives a RuntimeError with the error's name and text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return self._parts
 
     def take_finish(self) -> Finish | None:
-        """Return the function that copies the results, which the caller must then run."""
+        """Return the function that copies the results. The caller must run this function."""
         with self._lock:
             finish, self._finish = self._finish, None
         return finish
@@ -149,7 +149,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
 
 
 def joined(works: Sequence[TorchWork], complete_later: CompleteLater) -> TorchWork:
-    """Combine several torch works into one."""
+    """Combine several `TorchWork` objects into one."""
     parts = [part for work in works for part in work.parts]
     result = [tensor for work in works for tensor in work.result()]
     return TorchWork(parts, result, both([work.take_finish() for work in works]), complete_later)

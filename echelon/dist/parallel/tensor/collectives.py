@@ -8,12 +8,11 @@ pass. In the backward pass, it runs the operation that gives every rank the grad
     enter, sequence     all_gather of positions     backward: reduce_scatter
     leave               all_reduce                  backward: identity
     leave, sequence     reduce_scatter              backward: all_gather
-    gather              all_gather of a dim         backward: this rank's slice, no communication
+    gather              all_gather along a dim      backward: this rank's slice, no communication
 
 All communication uses the collectives of `group`. Without `sequence`, a pair of `enter` and `leave`
-runs one all-reduce in each pass. All functions block, at most for the group's
-timeout, and raise the group's `CollectiveError`s. In a compiled module, each function causes a
-graph break.
+runs one all-reduce in each pass. All functions block for at most the group's timeout, and raise
+the group's `CollectiveError`s. In a compiled module, each function causes a graph break.
 """
 
 from __future__ import annotations

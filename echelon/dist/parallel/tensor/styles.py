@@ -202,7 +202,7 @@ class _Forward:
         return self._forward(x)
 
     def __deepcopy__(self, memo: object) -> _Forward:
-        """Raise an error, because a copy would compute with the original's weights."""
+        """Raise an error, because a copied module would compute with the original's weights."""
         raise ValueError(
             "a model divided by parallelize cannot be copied. Copy the model first, and divide "
             "the copy too; for a moving average, keep clones of its parameters"

@@ -39,13 +39,13 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Detach each input that the caller computed, and use the detached tensor as a new leaf.
+    """Replace each input that has an autograd graph with a detached tensor as a new leaf.
 
     Each micro-batch runs its own backward pass, which stops at the leaves. `pass_on` then runs the
     backward pass of the caller's graph once, with the gradients from all micro-batches.
 
     Returns:
-        The inputs with these replacements, and a pair (original input, new leaf) for each of them.
+        The inputs after replacement, and an (original input, new leaf) pair per replaced input.
     """
     listed = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
     computed = []

@@ -24,7 +24,7 @@ def is_sharded(stage: Stage) -> bool:
 
 
 def groups_of(stage: Stage) -> Iterator[ProcessGroup]:
-    """Yield the groups of a stage's sharded parameters; a group can be yielded more than once."""
+    """Yield the process groups across which a stage's parameters are sharded; can repeat groups."""
     for unit in units_of(stage.module):
         yield from driver_of(unit).groups()
 

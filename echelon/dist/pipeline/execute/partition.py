@@ -127,7 +127,11 @@ def _named(
 
 
 def _cuts(costs: list[float], num_parts: int) -> list[int]:
-    """Return the index of the first layer of each part except part 0, by dynamic programming."""
+    """Split layers into parts by dynamic programming, minimizing the highest cost of a part.
+
+    Returns:
+        The index of the first layer in each part after the first part.
+    """
     total = [0.0, *accumulate(costs)]
     num = len(costs)
     # best[n]: the highest cost among the parts of the first n layers; cut[k][n]: where the last

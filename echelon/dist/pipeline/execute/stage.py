@@ -82,9 +82,9 @@ class Stage:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the stage's parameters or, without parameters, of its buffers.
+        """The device of the stage's parameters or, if it has none, of its buffers.
 
-        The value is None if the stage has neither.
+        The value is None if the stage has neither parameters nor buffers.
         """
         first = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
         return None if first is None else first.device
@@ -102,7 +102,7 @@ class Stage:
 
         Args:
             microbatch: the micro-batch's number.
-            gradients: the gradient of each output that requires one.
+            gradients: the gradient of each output that requires gradients.
 
         Returns:
             The gradients of the inputs that require gradients; zeros for an unused input.

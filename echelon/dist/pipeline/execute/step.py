@@ -59,8 +59,8 @@ class Step:
         """Execute a row of the plan, including its messages; return once all sends have completed.
 
         Each send starts immediately after the computation that produces its data. Receives are
-        posted no later than at their position in the row, and usually `_AHEAD` computations before
-        the data is used.
+        posted no later than at their position in the row, and usually a few computations before the
+        data is used.
         """
         steps = [part for action in row for part in action.computations or (action,)]
         computations = [action for action in steps if action.is_compute]
@@ -114,7 +114,10 @@ class Step:
     def _compute(
         self, stage: Stage, microbatch: int, inputs: list[torch.Tensor]
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Return a stage's outputs (in the last stage, the loss), and the tensors to send."""
+        """Run a stage's forward pass; return its result and the tensors to send.
+
+        The last stage's result is the loss or, in an evaluation without targets, the outputs.
+        """
         outputs = stage.module(*inputs)
         if not stage.is_last:
             return outputs, tensors_of(outputs, stage)

@@ -135,7 +135,15 @@ class _Tie:
     def _exchange(
         self, stages: Sequence[int], own: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Send this rank's tensors to all other ranks with copies; receive those of `stages`."""
+        """Exchange tensors with all other ranks that have copies.
+
+        Args:
+            stages: the stages whose tensors this rank needs.
+            own: this rank's tensors to send, keyed by stage.
+
+        Returns:
+            All sent and received tensors, keyed by stage.
+        """
         others = [self._channels[rank] for rank in self.holders if rank != self._rank]
         sends = [
             channel.send(tensor.contiguous(), async_op=True)

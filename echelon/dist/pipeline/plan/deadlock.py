@@ -67,7 +67,7 @@ class _Machine:
         return any(self._here(rank) for rank in range(self._plan.num_ranks))
 
     def why(self) -> PlanError:
-        """Return the error for the cycle or dead end of waits that blocks the ranks."""
+        """Return an error that names the cycle of waits, or the single wait that can never end."""
         rank = next(r for r in range(self._plan.num_ranks) if self._here(r))
         seen: list[int] = []
         while rank not in seen:

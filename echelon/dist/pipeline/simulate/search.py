@@ -1,7 +1,7 @@
 """Search for the fastest schedule within a memory limit, by simulation with given costs.
 
-The search tries the named schedules with their possible numbers of chunks, and a fitted schedule
-for each placement of the stages (`simulate/fitted.py`).
+The search tries each named schedule with every number of chunks that it supports, up to a maximum,
+and a fitted schedule for each placement of the stages (`simulate/fitted.py`).
 """
 
 from __future__ import annotations

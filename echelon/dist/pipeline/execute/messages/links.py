@@ -74,7 +74,7 @@ def open_links(
 
 
 def connect(channels: Iterable[Channel], device: torch.device) -> None:
-    """Connect a device's channels concurrently, so that their order can differ between ranks."""
+    """Connect a device's channels concurrently, because ranks can list them in different orders."""
     like = torch.empty(1, device=device)
     for opening in [channel.open(like, async_op=True) for channel in channels]:
         assert opening is not None

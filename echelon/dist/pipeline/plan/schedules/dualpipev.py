@@ -52,7 +52,8 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 def _end(row: RowBuilder, rank: int, behind: int, down: int, up: int) -> None:
     """Append the last backward passes.
 
-    The full passes precede the split passes, which alternate with weight gradients.
+    Full backward passes come first, followed by split backward passes, whose weight gradients are
+    deferred.
     """
     ramp = [up, down] * (rank + 1)
     for number, stage in enumerate(ramp):

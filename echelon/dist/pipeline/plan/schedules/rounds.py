@@ -3,9 +3,9 @@
 A round of micro-batches passes through chunk 0, then chunk 1, and so on, before the next round
 begins; in the backward direction, the last chunk comes first. A round has as many micro-batches as
 there are ranks, so the first micro-batch of a round returns to rank 0 just after the last
-micro-batch has left it. If the micro-batches cannot be split into such rounds, the rounds' sizes
-differ by at most one, and each of several rounds has at least as many micro-batches as there are
-ranks.
+micro-batch has left it. If the number of micro-batches is not a multiple of the number of ranks,
+some or all rounds are larger, and their sizes differ by at most one. Fewer micro-batches than ranks
+form a single round.
 """
 
 from __future__ import annotations
