@@ -238,7 +238,7 @@ def _count(value: Any) -> int:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
-    """Yield each entry of a folder that matches `pattern`, with the number in its name."""
+    """Yield each folder entry whose name matches `pattern`, with the number in the name."""
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
     except OSError:

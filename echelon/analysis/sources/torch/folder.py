@@ -262,7 +262,7 @@ class TorchGroups:
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
-        """Determine how many collectives each rank has entered and, if known, completed per group."""
+        """Determine how many collectives of each group a rank has entered and, if known, completed."""
         files = list(files)
         pairs = list(self._pairs)
         described = descriptions((read.counters for read in files), pairs)
@@ -292,7 +292,7 @@ class TorchGroups:
         """Mark collectives of unknown state as pending if some member has not called them.
 
         A collective that all members have called counts as completed. If a member's dump is
-        missing, that member is assumed not to have called the group's last collective.
+        missing, only the group's last collective counts as pending.
         """
         for read in files.values():
             for number in {self._number(read, pair) for pair in read.called_only}:
