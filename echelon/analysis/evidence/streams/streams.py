@@ -218,7 +218,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Return whether a collective's entry might have been overwritten before it completed."""
+        """Return whether a collective's entry might have been overwritten before completion."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False
