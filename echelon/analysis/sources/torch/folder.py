@@ -262,7 +262,7 @@ class TorchGroups:
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
-        """Count the collectives that each rank has entered, and if known completed, in each group."""
+        """Count the collectives that each rank entered and, if known, completed in each group."""
         files = list(files)
         pairs = list(self._pairs)
         described = descriptions((read.counters for read in files), pairs)
