@@ -38,9 +38,9 @@ class MicroBatch:
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that recorded this gradient.
+        """Return the rank that recorded a gradient.
 
-        If no rank recorded it, return the rank that computed the loss.
+        If no rank recorded the gradient, return the rank that computed the loss.
         """
         for stage, gradients in self.stages.items():
             if name in gradients:

@@ -178,7 +178,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Extend the evidence with the last known error message in a culprit's log, and its remedy."""
+    """Extend the evidence with the last recognized error in a culprit's log, and its remedy."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:
@@ -217,7 +217,10 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the roots, then findings about ranks that also ended or hold up the same operation."""
+    """Return the roots, followed by secondary findings about other ranks.
+
+    These other ranks also ended, or hold up the same operation as the culprits of the first root.
+    """
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

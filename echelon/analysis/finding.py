@@ -85,7 +85,7 @@ class Alternative:
     against: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the alternative as a JSON object in the format of `fr-analyze --json`."""
+        """Return the rejected finding as a JSON object in the format of `fr-analyze --json`."""
         return {
             "cause": self.cause.value,
             "culprit_ranks": list(self.culprit_ranks),

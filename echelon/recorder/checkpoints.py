@@ -1,6 +1,6 @@
 """Exchange information about checkpoints and attempts between a rank and its launcher.
 
-`RANK_DIR/checkpoint.json` names the newest checkpoint; the rank writes it after a commit.
+`RANK_DIR/checkpoint.json` names the newest checkpoint. The rank writes this file after each commit.
 ECHELON_ATTEMPTS names a file in which the launcher records how earlier attempts ended.
 """
 
@@ -41,10 +41,10 @@ def note_checkpoint(path: Path, step: int | None) -> None:
 def last_step() -> int | None:
     """Return the last step that this rank began.
 
-    If the rank has not begun a step, return the last step of any earlier attempt.
+    If the rank has not begun a step, the result is the highest step that an earlier attempt began.
 
     Returns:
-        The step; None if no attempt has recorded the start of a step.
+        The step number, or None if no attempt has recorded the start of a step.
 
     Example:
         >>> last_step() is None  # nothing records in this process

@@ -110,7 +110,7 @@ def begun_key(rank: int) -> str:
 
 
 def lost_notice(ranks: Sequence[int], text: str) -> str:
-    """Return a notice about lost ranks to post in the store, as JSON without spaces.
+    """Return a notice about lost ranks, encoded as JSON without spaces, for the job's store.
 
     Args:
         ranks: the ranks that were lost with their nodes.

@@ -2,7 +2,7 @@
 
 The recorder writes a ring file (`write/ring/ring.py`) into the folder that ECHELON_RANK_DIR or
 ECHELON_RECORD_DIR names. Without such a folder, or with ECHELON_RECORDER_SIZE=0, the process has no
-recorder, and calls of `span`, `step` and `watch` record nothing.
+recorder, and calls to `span`, `step` and `watch` record nothing.
 
 [Note: who may record] A ring belongs to one process. After a fork, the recorder is switched off in
 the child. A process does not record if it finds the ring file of a live process. A process that was

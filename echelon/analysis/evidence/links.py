@@ -65,9 +65,10 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 
 
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
-    """Return the ranks at the end common to most broken links, or () if no end stands out.
+    """Return the affected ranks on the host that has broken links to the most hosts.
 
-    Hosts are compared first, then ranks.
+    If several hosts tie, return the rank that has broken links to the most ranks, or () if several
+    ranks tie.
     """
     links = tuple(links)
     host = _most_frequent({frozenset((one.sender_host, one.receiver_host)) for one in links})

@@ -99,7 +99,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add the more recent waits on which the old waits depend, directly or indirectly."""
+        """Return the old waits and all newer waits on which they depend, directly or indirectly."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:

@@ -1,4 +1,4 @@
-"""Read the evidence in a folder: an incident, a `dump/` folder, a run directory or foreign dumps.
+"""Read evidence from a folder: an incident, `dump/`, a run directory, torch's dumps or logs.
 
 A folder is recognized by its contents, and a file by its first bytes. The rank is taken from the
 file name. An unreadable file causes a warning, and its rank becomes a suspect. A folder that is
@@ -238,7 +238,7 @@ def _count(value: Any) -> int:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
-    """Yield each entry of a folder that matches `pattern`, with the number in its name."""
+    """Yield each folder entry whose name matches `pattern`, with the number in the name."""
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
     except OSError:

@@ -313,7 +313,7 @@ class Identity:
 
     @property
     def misses_operations(self) -> bool:
-        """True if the rank called operations on device tensors, which are not recorded."""
+        """True if operations are missing because the rank called them on device tensors."""
         return bool(self.settings.get("device_operations"))
 
     def changed(self, **changes: Any) -> Identity:

@@ -237,7 +237,7 @@ class LiveRing:
         return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
-        """Return the oldest pending operation's call stamp (0 if none) and the number pending."""
+        """Return the oldest pending operation's call stamp and the number pending; 0, 0 if none."""
         in_slots, num_in_slots = _oldest_open(self._slots)
         kept, num_kept = _oldest_open(self._kept)
         oldest = min((called for called in (in_slots, kept) if called), default=0)
@@ -291,7 +291,7 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return the oldest pending operation's call stamp (0 if none) and the number pending."""
+    """Return the oldest pending operation's call stamp and the number pending; 0, 0 if none."""
     state, head = slots["state"], slots["head"]
     ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
     open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)

@@ -1,1 +1,1 @@
-"""Detect stalls, both in an agent and inside a process without an agent."""
+"""Detect stalled jobs, from the agent or, without an agent, from inside each process."""

@@ -1,15 +1,15 @@
 """Decide whether a job has stalled.
 
 A job has stalled if an operation has been pending for longer than the limit, or if no live rank has
-recorded anything for that long. Until the world group exists, the latter limit is five times as
-long.
+recorded anything for that long. Until the world group exists, the limit for such silence is five
+times as long.
 
 A rank without a ring is observed from outside: its CPU use, output and network traffic count as
 progress. A new dump of torch's flight recorder shows that an operation timed out on the rank.
 
 Each stall is reported once. The next stall is reported only after a rank has made progress. Because
-the ranks' reports arrive one after another, a report of a pending operation is ignored if it is
-older than this progress.
+the ranks' reports arrive one after another, a report of a pending operation is ignored if it was
+made before this progress was observed.
 
 A phase that is known to take longer than the limit, such as a checkpoint or an evaluation, is given
 more time. During this time, only a new dump by torch counts as a stall.

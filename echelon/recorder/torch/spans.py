@@ -6,7 +6,7 @@ itself has passed to `echelon.span`.
 [Note: the end of a loader's iteration] With uneven batches, one rank's loop over a loader can end
 before the loops of the other ranks. An iteration ends with its last batch, or when the program
 drops the iterator. Python can free the iterator at any point, even within the recorder. Therefore,
-the program's next batch or operation records the end, as the mark `data_end`.
+the end is recorded only at the program's next batch or operation, as the mark `data_end`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def mark_files(torch: Any) -> None:
 
 
 def mark_stores(core: Any) -> None:
-    """Record the blocking calls of torch's stores as spans that name the keys."""
+    """Record blocking calls to torch's stores as spans that name the keys."""
     for name in ("get", "multi_get", "wait"):
         replace(core.Store, name, functools.partial(_named, name))
 
@@ -172,7 +172,7 @@ def mark_compilation(callback: Any) -> None:
 
 
 def mark_function(name: str, module: Any) -> None:
-    """Record calls of a module's checkpoint function as spans.
+    """Record calls to a module's checkpoint function as spans.
 
     References to the function in other loaded modules are replaced too.
     """

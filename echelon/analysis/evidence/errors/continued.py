@@ -46,7 +46,7 @@ class Continuation:
     _kinds: dict[frozenset[str], npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     def num_steps(self) -> int | None:
-        """Return the smallest number of later steps in which any member completed collectives.
+        """Count each member's later steps with completed collectives; return the smallest count.
 
         Returns:
             None if a member did not continue; 0 if all members continued but the steps are unknown.

@@ -133,7 +133,7 @@ def _kind_of(error: str) -> str:
 
 
 def _breaks(evidence: Evidence) -> Iterator[_Break]:
-    """Yield one error per group or, if the group was used again, one per operation."""
+    """Yield one error per group or, if the group was used after the error, one per operation."""
     by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
     for rank, facts in evidence.ranks.items():
         failed = facts.rows["state"] == State.FAILED

@@ -55,7 +55,7 @@ class Wait:
 
     @property
     def number(self) -> int | None:
-        """The sequence number, or None if none is recorded."""
+        """The operation's sequence number, or None if unknown."""
         return self.sequence if self.sequence >= 0 else None
 
 
@@ -191,7 +191,7 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
 
 
 def _age_s(evidence: Evidence, rank: int, row: Any) -> float:
-    """Return how long a rank had been inside an operation, in seconds."""
+    """Return the age of a rank's operation, in seconds, when the rank was last observed."""
     return max(0, evidence.ranks[rank].seen_ns - int(row["created_ns"])) / 1e9
 
 

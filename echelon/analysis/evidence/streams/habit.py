@@ -110,9 +110,10 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return the last position before `place` where the same calls preceded a different call.
+    """Return the last earlier position whose call differs from the call at `place`.
 
-    The result is None if there is no such position.
+    Only positions preceded by the same calls as `place` are considered. The result is None if there
+    is no such position.
     """
     for length in _CONTEXTS:
         context = keys[place - length : place]

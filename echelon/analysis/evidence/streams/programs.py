@@ -133,9 +133,9 @@ def _in_group(
 def _alike(
     keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """Yield sets of ranks that made the same calls within their spans.
+    """Yield sets of ranks that made the same calls within the given index ranges.
 
-    Each set maps a rank to the start of its span.
+    Each set is a dict from a rank to the start of its index range.
     """
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():
@@ -177,7 +177,7 @@ def _parting(
 
 
 def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
-    """Return whether two ranks are both in at least two groups with different members."""
+    """Return whether at least two groups with different members contain both ranks."""
     shared = [g.ranks for g in streams.evidence.groups if set(ranks) <= set(g.ranks)]
     return len({frozenset(one) for one in shared}) > 1
 

@@ -59,7 +59,7 @@ class Message:
 
     @property
     def peer(self) -> int:
-        """The rank at the other end."""
+        """The receiver of a send, or the sender of a receive."""
         return self.way[2] if self.is_send else self.way[1]
 
 
@@ -96,7 +96,10 @@ class Streams:
 
     @cached_property
     def messages(self) -> Mapping[tuple[Way, bool], Sequence[Message]]:
-        """The pending messages in the order of each rank's rows, keyed by (direction, is_send)."""
+        """The pending sends and receives, keyed by ((group, sender, receiver), is_send).
+
+        The messages under each key are ordered by row.
+        """
         found: dict[tuple[Way, bool], list[Message]] = {}
         for rank, facts in self.evidence.ranks.items():
             for index in _pending_messages(facts):
@@ -123,10 +126,10 @@ class Streams:
         return self._by_row.get((rank, row))
 
     def counterpart(self, message: Message) -> Message | None:
-        """Return the other side of a pending message, or None if the peer has not posted it.
+        """Return the counterpart of a pending message, or None if the peer has not posted it.
 
         The n-th send in a direction matches the n-th receive. If the oldest messages are missing,
-        messages are counted from a common collective.
+        messages are counted from a collective that both ranks completed.
         """
         way, peer = message.way, message.peer
         if peer not in self.evidence.ranks:
@@ -145,7 +148,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return the row of each rank at which to start counting messages, or None if unknown."""
+        """Return the rows of both ranks from which to count messages, or None if unknown."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):
@@ -155,7 +158,7 @@ class Streams:
         return self._origins[key]
 
     def _meeting(self, rank: int, peer: int) -> tuple[int, int] | None:
-        """Return each rank's row for the oldest collective that both ranks completed, or None."""
+        """Return both ranks' rows for the oldest collective that both completed, or None."""
         one, other = self._completed(rank), self._completed(peer)
         common = [place for place in one if place in other]
         return (one[common[0]], other[common[0]]) if common else None
@@ -215,7 +218,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Return whether a collective might have been overwritten before it completed."""
+        """Return whether a collective's entry might have been overwritten before completion."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False

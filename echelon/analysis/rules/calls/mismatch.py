@@ -59,7 +59,7 @@ class Divergence:
         return min(int(self.row(member)["created_ns"]) for side in self.sides for member in side)
 
     def row(self, member: int) -> Any:
-        """Return the row of a member, which must have voted."""
+        """Return a member's row for the differing call. The member must have voted."""
         row = self.lanes.row(member, self.column)
         assert row is not None, (member, self.column)
         return row
@@ -125,7 +125,7 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Return the side whose call is new at its call site, or () unless exactly one is new."""
+    """Return whichever of two sides made a call that is new at its call site; () if undecided."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 

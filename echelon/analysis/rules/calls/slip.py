@@ -33,7 +33,7 @@ _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 @dataclass(frozen=True, kw_only=True)
 class Slip:
-    """The ranks that slipped in one group, and by how many calls."""
+    """The ranks that slipped in one group, and the number of calls by which they slipped."""
 
     lanes: Lanes
     column: int

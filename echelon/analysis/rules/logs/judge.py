@@ -161,7 +161,10 @@ def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
 
 
 def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said]) -> list[Trouble]:
-    """Add the ranks that, according to the kernel's log, were killed because memory ran out."""
+    """Add a root cause for each rank that the kernel's log reports as killed for lack of memory.
+
+    The new cause replaces any other root cause of the same rank.
+    """
     pids = {facts.identity.pid: rank for rank, facts in picture.evidence.ranks.items()}
     for one in job:
         match = _KILLED_PID.search(one.line)

@@ -49,7 +49,10 @@ def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
 
 
 def _stages(streams: Streams) -> Iterator[list[int]]:
-    """For each group without internal messages, yield the members that exchange messages."""
+    """Yield the members of each group whose members exchange messages only with nonmembers.
+
+    Members that exchange no messages are omitted.
+    """
     talks: dict[int, set[int]] = {}
     for rank, facts in streams.evidence.ranks.items():
         is_message = (facts.rows["flags"] & Flag.P2P) > 0

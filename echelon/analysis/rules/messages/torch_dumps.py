@@ -85,7 +85,10 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the only side that has never completed the same call with this peer, or None."""
+    """Return the side that has never before completed the same call with its peer.
+
+    The result is None if neither side or both sides have done so.
+    """
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None

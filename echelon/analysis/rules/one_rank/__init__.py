@@ -1,1 +1,1 @@
-"""Determine from its stack, spans and process state what a single rank is doing."""
+"""Infer what a single rank is doing from its stack, spans and process state."""

@@ -1,6 +1,6 @@
 """Determine which ranks without a record are waiting for their peers.
 
-torch's Gloo backend runs each collective on a thread that waits with a timeout; the threads of an
+torch's Gloo backend runs each collective on a thread that waits with a timeout. The threads of an
 idle backend wait without a timeout. The threads' system calls therefore show which ranks are inside
 a collective. Before a group exists, ranks wait for the store in a socket call.
 

@@ -174,7 +174,7 @@ class TorchLoader:
 
 
 def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
-    """Return the pair index of each group in which a rank has unfinished operations."""
+    """Return the indices of the (name, description) pairs with unfinished operations."""
     inside: list[int] = np.unique(rows["group"][rows["state"] != State.COMPLETED]).tolist()
     return inside
 
@@ -262,7 +262,7 @@ class TorchGroups:
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
-        """Determine how many collectives each rank has entered in each group."""
+        """Count the collectives that each rank entered and, if known, completed in each group."""
         files = list(files)
         pairs = list(self._pairs)
         described = descriptions((read.counters for read in files), pairs)
@@ -291,7 +291,8 @@ class TorchGroups:
     def reopen(self, files: Mapping[int, TorchRank]) -> None:
         """Mark collectives of unknown state as pending if some member has not called them.
 
-        A collective that all members have called counts as completed.
+        A collective that all members have called counts as completed. If a member's dump is
+        missing, only the group's last collective counts as pending.
         """
         for read in files.values():
             for number in {self._number(read, pair) for pair in read.called_only}:

@@ -4,7 +4,7 @@
 and at backward jumps. A sequence of statements without calls and backward jumps is therefore
 atomic. Each change to a slot is made by such a sequence, so threads never overwrite each other's
 data. Rare cases take a lock, for example if a slot's operation has not ended. If the interpreter
-does not guarantee this, `LockedOperations` is used, which holds a lock in every method.
+does not guarantee atomicity, `LockedOperations` is used, which holds a lock in every method.
 
 Readers, which are other processes, verify what they read (schema.py, [Note: what makes a slot
 readable]).

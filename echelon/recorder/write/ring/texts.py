@@ -116,7 +116,7 @@ class Texts:
     def when_a_part_is_full(self, forget: Callable[[], None]) -> None:
         """Register a function that drops cached references to entries of `recent`.
 
-        The function is called each time a quarter of `recent` is full.
+        The function is called each time another quarter of `recent` has been filled.
         """
         self._when_a_part_is_full.append(forget)
 

@@ -121,7 +121,10 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _default_signal() -> int:
-    """Return SIGRTMIN+6, because programs often use SIGUSR1 and SIGUSR2; 0 if unavailable."""
+    """Return the default stack signal, SIGRTMIN+6, or 0 if it is unavailable.
+
+    SIGUSR1 and SIGUSR2 are avoided because programs often use them.
+    """
     first = getattr(signal, "SIGRTMIN", None)
     return 0 if first is None else int(first) + 6
 

@@ -151,7 +151,7 @@ def set_aside(rank_dir: Path) -> None:
 
 
 def is_remote(kind: str) -> bool:
-    """Return whether a file system type is accessed over a network."""
+    """Return whether file systems of this type are accessed over a network."""
     return kind in _REMOTE or (kind.split(".")[0] == "fuse" and kind not in _LOCAL_FUSE)
 
 
