@@ -1,4 +1,4 @@
-"""Define `ProcessGroup`; its array operations are in `calls/`."""
+"""Define `ProcessGroup`, whose array operations are in `calls/`."""
 
 from __future__ import annotations
 
