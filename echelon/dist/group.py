@@ -1,4 +1,4 @@
-"""Define `ProcessGroup`; its array operations are in `calls/`."""
+"""Define `ProcessGroup`, whose array operations are in `calls/`."""
 
 from __future__ import annotations
 
@@ -161,6 +161,9 @@ class ProcessGroup(Collectives, PointToPoint):
         If the block raises an exception, no operations are launched on a device. If an operation
         was called before the exception, the group also ends, because other ranks might have
         launched their operations.
+
+        Raises:
+            ValueError: the method was called inside another `coalesce()` block.
         """
         if self._batch() is not None:
             raise ValueError("coalesce() cannot be nested")
@@ -192,11 +195,12 @@ class ProcessGroup(Collectives, PointToPoint):
     ) -> ProcessGroup | None:
         """Split the group; ranks with equal `color` form a new group, ordered by `key` and rank.
 
-        Every member must call this method. The method returns this rank's new group, or None if
-        `color` is None.
+        Every member must call this method, and each call blocks until the other members have
+        called it. The method returns this rank's new group, or None if `color` is None.
 
         Raises:
             TypeError: `color` or `key` is not an integer.
+            ValueError: the method was called inside `coalesce()`.
         """
         self._check_object_call("split")
         color, key = None if color is None else operator.index(color), operator.index(key)
@@ -224,7 +228,8 @@ class ProcessGroup(Collectives, PointToPoint):
             name: a non-empty string. The other end must use the same name.
 
         Raises:
-            ValueError: `peer` is not a rank of the group or is this rank, or the name is empty.
+            ValueError: `peer` is not a rank of the group or is this rank, the name is empty, or the
+                group has no store.
             StoreError: the store does not respond.
         """
         peer = self._check_peer(peer, "peer")
@@ -256,7 +261,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @property
     def state(self) -> GroupState:
-        """The state of the group's calls, including how the group ended."""
+        """The state of this rank's operations on the group, including how the group ended."""
         return self._state
 
     def _check_object_call(self, call: str, root: int = 0) -> int:

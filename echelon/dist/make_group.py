@@ -54,7 +54,7 @@ class GroupMaker:
         self._may_end = False
 
     def watch_members(self) -> None:
-        """Make group creation check whether `end` has been called."""
+        """Let `end` also stop groups whose members are still exchanging their identities."""
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
@@ -172,9 +172,10 @@ class GroupMaker:
         return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
-        """Close a group that was deleted without being closed, on the watcher's thread.
+        """Close a group that was deleted without being closed, on the process's watcher thread.
 
-        The group stays open if its library requires all ranks to close it together.
+        A group whose library requires all ranks to close it together stays open until `close` is
+        called.
         """
         if state.is_closed or state.is_foreign:
             return

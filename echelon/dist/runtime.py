@@ -389,7 +389,7 @@ def job_store() -> TCPStore | MemoryStore:
 
 
 def agree_on_calls(what: str) -> Agreement:
-    """Create an agreement, which makes a request of one rank take effect on all ranks together.
+    """Create an agreement, which applies one rank's request at the same step on every rank.
 
     Every rank must call this function. The call does not block.
 

@@ -33,7 +33,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _of_group(method: _Method) -> _Method:
-    """Return a method that forwards its call to the current group."""
+    """Return a method that calls `method` with the current group as `self`."""
 
     @functools.wraps(method)
     def call(self: ProcessGroupEchelon, *args: Any, **named: Any) -> Any:

@@ -19,8 +19,8 @@ _PIECE_CHARACTERS = 1 << 20  # a text is tokenized in pieces of about this size,
 def documents_of(path: Path, *, field: str) -> Iterator[Document]:
     """Yield a file's documents.
 
-    Each line of a `.jsonl` or `.ndjson` file is a document; any other file is a single document. A
-    `.gz` file is decompressed first.
+    Each non-blank line of a `.jsonl` or `.ndjson` file is a document; any other file is a single
+    document. A `.gz` file is decompressed first.
 
     Args:
         path: the path of the file.
@@ -28,8 +28,9 @@ def documents_of(path: Path, *, field: str) -> Iterator[Document]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not UTF-8 or is an incomplete gzip file, or a line is not JSON with
-            that field. The error message names the file and, for JSON, the line.
+        ValueError: the file is not UTF-8 or is an incomplete gzip file, or a line is not a JSON
+            object with a string in the field. The error message names the file and, for an invalid
+            line, the line number.
     """
     is_lines = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
     with _open(path) as file:
@@ -49,8 +50,8 @@ def dataset_documents(name: str, *, split: str, field: str) -> Iterator[Document
         field: the name of the column that holds a document's text.
 
     Raises:
-        ValueError: the package `datasets` is not installed, or the data set or the column does not
-            exist.
+        ValueError: the package `datasets` is not installed, the data set cannot be loaded, or a row
+            has no text in the column.
     """
     try:
         datasets = importlib.import_module("datasets")

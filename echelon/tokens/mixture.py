@@ -3,8 +3,8 @@
 The algorithm is smooth weighted round robin. Each draw adds every source's weight to that source's
 credit, selects the source with the largest credit, and subtracts the sum of all weights from the
 credit of that source. After any number of draws, the number of samples drawn from a source differs
-from the exact proportion by less than one sample per other source. Credits are integers, so every
-rank computes the same sequence.
+from the source's exact share by less than one sample per other source. Credits are integers, so
+every rank computes the same sequence.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Source:
     Attributes:
         name: the source's name in the loader's state.
         shards: the tokens of the source.
-        weight: the frequency of samples from the source, relative to the other sources' weights;
-            with 0, no samples are drawn from the source.
+        weight: the relative frequency with which samples are drawn from the source; with 0, the
+            source is not used.
 
     Raises:
         ValueError: the weight is negative or not finite.

@@ -43,8 +43,8 @@ def make_tokenizer(name: str) -> Tokenizer:
             "tokenizers:FILE", where FILE is a `tokenizer.json`.
 
     Raises:
-        ValueError: the name is unknown, the tokenizer's package is not installed, the tokenizer's
-            file cannot be read, or the tokenizer has no end-of-document token.
+        ValueError: the name is unknown, the tokenizer's package is not installed, the tokenizer
+            cannot be loaded, or the tokenizer has no end-of-document token.
     """
     kind, _, rest = name.partition(":")
     if name == "bytes":

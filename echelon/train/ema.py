@@ -136,7 +136,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             self.state[parameter][_STATE] = _copy(average.to(parameter.device), parameter.dtype)
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 -- as the base class has it
-        """Raise an error, because `update()` updates the averages.
+        """Raise an error, because averages are updated with `update()`, not with `step()`.
 
         Raises:
             TypeError: always.
@@ -161,7 +161,7 @@ def _owner(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _copy(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a copy with at least float32 precision, so that small updates are not rounded away."""
+    """Copy a tensor with at least float32 precision, so that small updates are not rounded away."""
     kept = torch.promote_types(dtype or values.dtype, torch.float32)
     return values.detach().to(kept, copy=True)
 

@@ -32,8 +32,8 @@ class NonFinite:
     Attributes:
         rank: the lowest global rank that holds a non-finite gradient in its shard or its stage. A
             different rank might have computed the gradient before the reduction.
-        parameter: the first parameter on this rank, in the model's order, whose gradient is not
-            finite.
+        parameter: the name of the first parameter on rank `rank`, in the model's order, whose
+            gradient is not finite.
         ranks: all ranks that hold a non-finite gradient.
 
     Example:

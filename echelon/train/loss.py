@@ -188,7 +188,11 @@ class _Gradients:
         targets: Tensor,
         share: Tensor,
     ) -> None:
-        """Add one chunk's gradients: (softmax - one-hot target) times each token's weight."""
+        """Add one chunk's gradients of `hidden` and `weight`.
+
+        The gradient of the logits is (softmax - one-hot target) times each token's weight in the
+        loss.
+        """
         probabilities = logits.sub_(norms[part, None]).exp_()
         ones = probabilities.new_full((len(states), 1), -1.0)
         probabilities.scatter_add_(1, targets[part, None], ones)
@@ -219,7 +223,8 @@ def _parts(numel: int, size: int) -> list[slice]:
 def _states(hidden: Tensor, counts: Tensor, plan: _Plan) -> Tensor:
     """Return a chunk of `hidden` in the dtype of the products, with zeros for ignored tokens.
 
-    A weight of 0 alone would not exclude these tokens, because a NaN multiplied by 0 is still NaN.
+    A weight of 0 in the loss would not be enough to exclude these tokens, because a NaN multiplied
+    by 0 is still NaN.
     """
     return hidden.to(plan.dtype).masked_fill(counts.logical_not()[:, None], 0.0)
 

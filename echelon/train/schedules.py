@@ -89,7 +89,7 @@ class Cosine:
 class WarmupStableDecay:
     """A schedule that warms up, stays at 1, and decays over the last `num_decay` steps.
 
-    The shape is that of MiniCPM (Hu et al. 2024).
+    MiniCPM introduced this schedule (Hu et al. 2024).
 
     To extend a run, continue from a checkpoint before the decay with a larger `num_steps`. Before
     the decay, the factor does not depend on `num_steps`.

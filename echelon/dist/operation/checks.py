@@ -71,7 +71,7 @@ def check_rows(call: str, out: View, x: View) -> None:
     """Check that two arrays are on the same device and that their rows match in dtype and shape.
 
     Raises:
-        ValueError: the rows do not match.
+        ValueError: the devices, the dtypes or the shapes of the rows differ.
     """
     _check_alike(call, "out", out, "x", x)
     if out.shape[1:] != x.shape[1:]:

@@ -97,7 +97,7 @@ class Operation:
 
     @property
     def head(self) -> bytes:
-        """The bytes that the ranks of a collective compare: the number (8 bytes) and the call."""
+        """The bytes that ranks compare for a collective: `sequence` (8 bytes), then `call`."""
         return self.sequence.to_bytes(8, "little") + self.call
 
     def __str__(self) -> str:

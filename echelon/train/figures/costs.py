@@ -21,7 +21,10 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The time on the clock and the calling thread's total waiting times, in seconds."""
+    """A clock reading and the calling thread's cumulative waiting times, all in seconds.
+
+    The difference between two moments holds the times that elapsed between them.
+    """
 
     time_s: float
     data_wait_s: float
@@ -29,7 +32,7 @@ class Moment:
 
     @classmethod
     def now(cls, time_s: float) -> Moment:
-        """Return the calling thread's current waiting times together with the time `time_s`."""
+        """Return the moment at clock time `time_s`, with the thread's waiting times so far."""
         return cls(time_s, spent.spans_ns.get("data_wait", 0) / 1e9, spent.collectives_s)
 
     def __sub__(self, other: Moment) -> Moment:
@@ -48,7 +51,7 @@ class Moment:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory use of the GPU if it is in use, or else of the process."""
+    """Return the process's peak memory on the GPU if it uses a GPU, or else on the host."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())

@@ -134,8 +134,8 @@ class FigureLog:
     ) -> None:
         """Log a completed step, and start timing the next one. Collective with a `group`.
 
-        If the method is called less often than once per step, it logs the means since the last
-        call.
+        If the method is called less often than once per step, the measured times and rates are
+        averages over the steps since the last call.
 
         Args:
             step: the number of completed steps. If this step was logged before, because the run

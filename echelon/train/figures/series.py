@@ -54,5 +54,5 @@ def smoothed(values: Sequence[float], width: int) -> list[float]:
 
 
 def width_for(number: int) -> int:
-    """Return the width of the smoothing window: about `number` / 25, or 1 if `number` < 50."""
+    """Return the window width for smoothing `number` values: about `number` / 25, at least 1."""
     return number // 50 * 2 + 1 if number >= 50 else 1

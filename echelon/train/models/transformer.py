@@ -169,7 +169,7 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def _first_places(documents: Tensor, places: Tensor) -> Tensor:
-    """Return the position in its row at which each token's document starts: int64 [B, T]."""
+    """Return the position in the row at which each token's document starts: int64 [B, T]."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return torch.where(starts, places, 0).cummax(dim=1).values

@@ -4,7 +4,7 @@
 
     shards of      A B C D ...     costliest first
     round 0        rank 0 gets A, rank 1 gets B           one all_to_all: shards to owners
-                   each owner computes                    similar times: adjacent in the order
+                   each owner computes                    adjacent matrices cost about the same
                    owners return the updates' shards      one all_to_all: shards of the updates
     round 1        C, D ...
 
@@ -106,7 +106,10 @@ class Bucket:
     def _one_round(
         self, matrices: Sequence[Matrix], dtype: torch.dtype, *, is_mine: bool
     ) -> Tensor:
-        """Return this rank's shards of the results; their values are undefined unless `is_mine`."""
+        """Return this rank's shards of a round's results.
+
+        If this replica does not compute the round (`is_mine` is False), the values are undefined.
+        """
         # A replica's momentum moves in every round, whichever rank computes.
         parts = [matrix.momentum().reshape(-1).to(self.device, dtype) for matrix in matrices]
         sent = torch.cat(parts)

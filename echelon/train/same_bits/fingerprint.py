@@ -46,7 +46,7 @@ def fingerprint(model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | 
 
 
 def joined(stages: Iterable[dict[str, _T]]) -> dict[str, _T]:
-    """Merge the dicts of all stages into one.
+    """Merge the stages' dicts, which are keyed by parameter or buffer name, into one dict.
 
     Raises:
         ValueError: two stages use the same name.

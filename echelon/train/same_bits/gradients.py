@@ -2,7 +2,8 @@
 
 The backward pass of each micro-batch leaves gradients in `.grad`. They are moved out of `.grad`
 immediately, so that autograd never adds the gradients of two micro-batches. Gradients are added
-only in the order of the canonical tree, which is the same on any number of ranks.
+only in the order of the canonical tree (`dist/canonical/tree.py`), which is the same on any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ class Gradients:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Gather sharded units for the context; after an exception, discard the gradients."""
+        """Discard earlier gradients, and keep sharded units gathered inside the context.
+
+        If the context ends with an exception, its gradients are discarded too.
+        """
         self.drop()
         self._sums = [_Sums(self._run, len(one.owners)) for one in self._vectors]
         sharded = bool(units_of(self._module))
@@ -119,7 +123,10 @@ class Gradients:
         return [value for row in rows for value in row[len(flags) :]]
 
     def _gathered(self, mine: list[float], *, has_values: bool) -> list[list[float]]:
-        """Return every rank's flags, followed by that rank's values, if any."""
+        """Return one list per rank: a flag for each parameter, then the rank's values, if any.
+
+        Collective.
+        """
         if self._group.size == 1 or self.device is None:
             return [mine]
         block = torch.tensor(mine, dtype=torch.float64, device=self.device)

@@ -1,9 +1,9 @@
 """Train a pipeline to weights that are bitwise identical to those of a single process.
 
 Each stage sums the gradients of its micro-batches over its replicas or shards in the order of the
-canonical tree, which is the same for every layout. The RNG state is sent with the activations. The
-norm is summed over the parameters in the order of their names, and does not depend on where the
-model is split.
+canonical tree (`dist/canonical/tree.py`), which is the same for every layout. The RNG state is sent
+with the activations. The norm is summed over the parameters in the order of their names, and does
+not depend on where the model is split.
 """
 
 from __future__ import annotations
@@ -249,10 +249,10 @@ class SameBitsPipeline:
     # ---- the probe ----
 
     def _probe(self, step: int, batch: Batch) -> None:
-        """Compute micro-batch 0 twice in every pipeline, and compare the results.
+        """Compute micro-batch 0 at least twice in every pipeline, and compare the results.
 
-        Another micro-batch is computed in between. The plan has a fixed number of micro-batches, so
-        the remaining slots are filled with micro-batch 0.
+        The step's last micro-batch is computed in between. The plan has a fixed number of
+        micro-batches, so micro-batch 0 also fills any remaining slots.
         """
         per_pass = self._pipe.num_microbatches
         wanted = [0, self.run.total - 1, 0]

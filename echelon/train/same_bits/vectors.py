@@ -60,7 +60,7 @@ class Vector(Protocol):
 
 
 class WholeVector:
-    """A vector of parameters that every rank holds in full.
+    """A vector for parameters that every rank holds in full.
 
     Args:
         parameters: parameters of the same dtype and on the same device.
@@ -205,7 +205,7 @@ def _packed(
     places: Callable[[torch.Tensor], list[torch.Tensor]],
     gaps: Sequence[slice],
 ) -> TreeSums:
-    """Copy each tree node's sums into one vector, with zeros for absent gradients and gaps."""
+    """Copy each tree node's sums into one vector; fill gaps and absent gradients with zeros."""
     vectors = []
     for node, taken in nodes:
         vector = torch.empty(numel, dtype=dtype, device=device)
