@@ -60,7 +60,7 @@ class FileStore(Store):
     Example:
         >>> store = FileStore("rendezvous", timeout=10)
         >>> store.set("rank_0", b"10.0.0.1")
-        >>> FileStore("rendezvous").get("rank_0")  # in any process that sees the file
+        >>> FileStore("rendezvous").get("rank_0")  # in any process that can open the file
         b'10.0.0.1'
     """
 
