@@ -130,7 +130,7 @@ class Liveness:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Return an error that names the ranks at fault.
+        """Return the error for a failed operation, naming the ranks at fault if they can be found.
 
         The method takes at most 2.5 s, or 4 s if the store is slow. If the store does not answer,
         calls are retried for 1.5 s, because the store's machine might have been paused.
