@@ -321,7 +321,7 @@ class _Leases:
         self._is_closed = False
 
     def add(self, key: bytes, lease_s: float) -> None:
-        """Renew this key's lease periodically until the presence is released."""
+        """Renew a key's lease periodically until the presence is released."""
         with self._lock:
             self._lease_s[key] = lease_s
             if self._thread is None:

@@ -203,7 +203,7 @@ class Hub:
         return self._gathered[1]
 
     def watch(self, connection: Peer, tag: int, keys: Iterable[bytes]) -> None:
-        """Report every change to the given keys over a connection until the watch ends.
+        """Start a watch, which reports every change to the given keys to a connection.
 
         Raises:
             ValueError: the connection has reached its limit on watched keys.
