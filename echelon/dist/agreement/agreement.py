@@ -40,7 +40,7 @@ _ANSWERED = "answered"
 
 
 class Agreement:
-    """One rank's handle on an agreement, created by `runtime.agree_on_calls`.
+    """One rank's handle to an agreement, created by `runtime.agree_on_calls`.
 
     Attributes:
         reason: the reason given in the first request; "" until the ranks have agreed on a call.

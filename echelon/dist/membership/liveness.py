@@ -190,7 +190,7 @@ class Liveness:
             return error
 
     def _is_of_a_part(self, operation: Operation, error: CollectiveError) -> bool:
-        """Return whether a send or receive timed out in an engine that serves only a subgroup."""
+        """Return whether a send or receive timed out in an engine that serves only some members."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is not None
