@@ -1,4 +1,4 @@
-"""A distributed training runtime that explains itself.
+"""A distributed training runtime that explains why a job stalled or failed.
 
 Import the packages you need, such as `echelon.dist`, `echelon.store` or `echelon.recorder`. After a
 plain `import echelon`, packages are loaded on first use, so the import itself is cheap.

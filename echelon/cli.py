@@ -1,4 +1,4 @@
-"""Implement the `echelon` command, whose subcommands are defined in the packages."""
+"""Dispatch the `echelon` command to its subcommands, each of which is defined in its own module."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class StoreProtocolError(StoreError):
     """The peer violated the store's protocol or exceeded one of its limits.
 
     Example:
-        >>> issubclass(StoreProtocolError, StoreError)  # its connection has been closed
+        >>> issubclass(StoreProtocolError, StoreError)  # the connection has been closed
         True
     """
 
@@ -282,7 +282,7 @@ class NotReproducibleError(EchelonError):
         ranks: the global ranks whose results differ.
 
     Example:
-        >>> error = NotReproducibleError("micro-batch 3 gave other bits", ranks=(1,))
+        >>> error = NotReproducibleError("micro-batch 3 gave different bits", ranks=(1,))
         >>> error.ranks
         (1,)
     """

@@ -46,7 +46,10 @@ def look_at(pid: int) -> HostChild:
 
 
 def _exit_code(fields: list[str]) -> int | None:
-    """Return a dead process's exit code as `subprocess` does, or None if it cannot be read."""
+    """Return a dead process's exit code, or None if it cannot be read.
+
+    As in `subprocess`, the code is negative if a signal killed the process.
+    """
     if len(fields) <= _EXIT_CODE_FIELD:
         return None
     status = int(fields[_EXIT_CODE_FIELD])

@@ -109,7 +109,11 @@ def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
 
 
 def _owners(table: Path, wanted: Mapping[tuple[str, str], Ends]) -> dict[Ends, int]:
-    """Return the uids of the wanted connections that one table lists as established."""
+    """Look up connections in one table; return the uids of the established ones.
+
+    Args:
+        wanted: the connections, keyed by the addresses of both ends in the table's form.
+    """
     try:
         text = table.read_text(encoding="ascii")
     except OSError:

@@ -61,7 +61,11 @@ class Store(ABC):
 
     @property
     def observer(self) -> Observer | None:
-        """A function that returns a context manager for each call that can block."""
+        """A function that is called before each call that can block; None if not set.
+
+        The function receives the name of the call and its first key, and returns a context manager
+        within which the call runs.
+        """
         return self._observer
 
     @observer.setter

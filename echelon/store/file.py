@@ -60,7 +60,7 @@ class FileStore(Store):
     Example:
         >>> store = FileStore("rendezvous", timeout=10)
         >>> store.set("rank_0", b"10.0.0.1")
-        >>> FileStore("rendezvous").get("rank_0")  # in any process that sees the file
+        >>> FileStore("rendezvous").get("rank_0")  # in any process that can open the file
         b'10.0.0.1'
     """
 
@@ -118,7 +118,11 @@ class FileStore(Store):
         self._read_to = 0
 
     def _check_owner(self, status: os.stat_result) -> None:
-        """Raise StoreError unless this user owns the file and no other user can write to it."""
+        """Check that only the current user can modify the file.
+
+        Raises:
+            StoreError: the file is not a regular file, or another user owns it or can write to it.
+        """
         if not stat.S_ISREG(status.st_mode):
             raise self._error("the path is not a regular file")
         if status.st_uid != os.geteuid():
@@ -135,7 +139,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Lock the file while the block runs; update the in-memory state from the file first."""
+        """Lock the file and update the in-memory state from it; unlock the file after the block."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):

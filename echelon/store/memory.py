@@ -78,7 +78,8 @@ class MemoryStore(Store):
     def _sleep(self, caller: _Caller, waiter: Waiter, deadline: Deadline) -> RoundStory | None:
         """Sleep until the waiter is woken, and return None.
 
-        If the deadline passes first, withdraw the waiter and return the status of its round.
+        If the deadline passes first, withdraw the waiter and return the status of its barrier or
+        gather (for other waits, an empty status).
         """
         if caller.sleep(deadline):
             return None

@@ -2,8 +2,8 @@
 
 A pipeline takes one round trip for each batch of operations that fits the socket buffers. All
 answers have arrived when the `with` block ends. No operation in a pipeline blocks: a `get` of a
-missing key returns None. On stores without a connection, a pipeline is not faster than single
-operations.
+missing key returns None. On stores without a connection, a pipeline is not faster than
+individual calls.
 """
 
 from __future__ import annotations

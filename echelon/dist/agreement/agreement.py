@@ -40,7 +40,7 @@ _ANSWERED = "answered"
 
 
 class Agreement:
-    """One rank's handle on an agreement, created by `runtime.agree_on_calls`.
+    """One rank's handle to an agreement, created by `runtime.agree_on_calls`.
 
     Attributes:
         reason: the reason given in the first request; "" until the ranks have agreed on a call.
@@ -243,11 +243,11 @@ class Agreement:
         self._is_decided.set()
 
     def _check(self) -> None:
-        """Raise an error if the group has ended or a rank is known to be dead.
+        """Raise an error if the ranks can no longer agree.
 
         Raises:
             CollectiveError: the group has ended.
-            PeerLostError: a rank has died; the error names it.
+            PeerLostError: a rank died before it published its number; the error names the rank.
         """
         operation = Operation("agreement", self._round)
         self._state.check_end(operation)

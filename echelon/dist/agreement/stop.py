@@ -7,8 +7,8 @@
             break
 
 The signal handler only records the signal; the next call to `should_stop` publishes it (see
-`agreement.py`). A program that never calls `should_stop` keeps the signal's default action, which
-ends the process.
+`agreement.py`). In a program that calls neither `should_stop` nor `stop_on_signals`, the signal
+keeps its default action, which ends the process.
 
 [Note: a stop request and a lost rank] Ranks that continue after the loss of a rank start a new
 agreement for their new world, and count their calls from zero. Some of these ranks might not have
@@ -125,7 +125,7 @@ def should_stop() -> bool:
 
     Every rank must call this function once per step. The first call installs a handler for SIGTERM,
     unless `stop_on_signals` was called with other signals. Once a rank has received a signal and
-    called `should_stop`, the ranks stop at most one step later. Until then, calls do not
+    called `should_stop`, all ranks stop soon, usually within one step. Until then, calls do not
     communicate. If the ranks continue after the loss of a rank (`echelon.dist.resilient`), they
     agree on the stop again.
 
@@ -136,8 +136,8 @@ def should_stop() -> bool:
     Raises:
         ValueError: this process does not belong to a world, or the first call is not on the main
             thread.
-        CollectiveTimeoutError: some ranks did not call `should_stop` within the world's timeout;
-            the error names them.
+        CollectiveTimeoutError: some ranks did not join the agreement within the world's timeout,
+            for example because they never call `should_stop`; the error names them.
         PeerLostError: a rank died while the ranks were agreeing.
         StoreError: the job's store does not answer.
 

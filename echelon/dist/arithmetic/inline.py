@@ -57,7 +57,12 @@ def is_small(operation: Operation) -> bool:
 
 
 def finish(operation: Operation, rows: Flat, rank: int) -> None:
-    """Compute a small operation's result from all ranks' rows, and store it in the target."""
+    """Compute a small operation's result from all ranks' data, and store it in the target.
+
+    Args:
+        rows: the packed bytes of all ranks, [num_ranks, num_packed_bytes].
+        rank: this rank's index in `rows`.
+    """
     source, target = operation.source, operation.target
     if target is None:
         return

@@ -201,7 +201,7 @@ class Calls:
     def _admit(
         self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
     ) -> int:
-        """Number and record an operation; raise an error if the group does not admit it."""
+        """Number and record an operation; raise an error if the group cannot start it."""
         try:
             self._state.admit(operation, is_nested=is_nested)
         except CollectiveError as err:
@@ -298,7 +298,12 @@ class Calls:
         raise ValueError(f"group {self.name!r} is shut down")
 
     def _new_call(self, key: tuple[Any, ...], shown: View | None) -> tuple[bytes, Any]:
-        """Encode and prepare a collective that the engine accepts, and cache the result."""
+        """Encode and prepare a collective, and cache the result.
+
+        Raises:
+            ValueError: the group is closed or belongs to another process, or the engine does not
+                support the collective.
+        """
         kind, reduce_op, dtype, root = key[:4]
         self._check_use(kind, shown, reduce_op)
         if len(self._calls) >= _MAX_CALLS:

@@ -98,7 +98,7 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Reduce `x` over all ranks into `x` on `root`; `x` is unchanged on the other ranks.
+        """Reduce `x` over all ranks, and store the result in `x` on `root` only.
 
         Args:
             x: any shape, the same on all ranks.

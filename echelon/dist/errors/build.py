@@ -164,7 +164,7 @@ def out_of_reach(
 def connection_broken(
     members: Members, operation: Operation, raised: BaseException, ranks: Sequence[int] = ()
 ) -> CollectiveError:
-    """Build the error for a broken connection if no rank is known to be at fault."""
+    """Build the error for a broken connection for which no rank is known to be at fault."""
     return CollectiveError(
         f"{place(members, operation)}: a connection broke although no rank is known to have "
         f"died: {raised}",

@@ -6,11 +6,12 @@ import socket
 
 
 def own_address(endpoint: str) -> str:
-    """Return the address from which this host reaches the store.
+    """Return this host's address on the route to the store.
 
     Args:
-        endpoint: "host:port" of the store that the members use. For a store without an endpoint,
-            such as a file, this host's name is resolved instead.
+        endpoint: "host:port" of the store that the members use. For a store without a network
+            address, such as a `FileStore`, this host's name is resolved instead; if this fails, the
+            result is "127.0.0.1".
 
     Raises:
         OSError: the store's host name cannot be resolved, or no route to the store's host exists.

@@ -1,4 +1,4 @@
-"""Define a rank's answer to a liveness check, and derive the ranks at fault from the answers.
+"""Define a rank's answer to a liveness check, and use the answers to find the ranks at fault.
 
 A receive that times out shows only that the peer did not send. The peer might be waiting for
 another rank. An error must therefore name the rank at the end of the chain of waits.

@@ -6,8 +6,8 @@
 | LOCAL_RANK, LOCAL_WORLD_SIZE | this process's rank and the number of ranks within this node |
 | MASTER_ADDR, MASTER_PORT | the store |
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; otherwise, rank 0 hosts it |
-| TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | namespace of this attempt's keys |
-| ECHELON_ON_LOSS | "shrink" or "replace": when a rank dies, the launcher publishes the survivors |
+| TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | the namespace of this attempt's keys |
+| ECHELON_ON_LOSS | "shrink" or "replace": the launcher's response to the death of a rank |
 | ECHELON_JOIN_AFTER | this process joins a running world, in an epoch later than this number |
 | ECHELON_LIFE | the number of earlier processes that had this rank in this attempt |
 | ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |

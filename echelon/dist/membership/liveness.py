@@ -130,7 +130,7 @@ class Liveness:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Return an error that names the ranks at fault.
+        """Return the error for a failed operation, naming the ranks at fault if they can be found.
 
         The method takes at most 2.5 s, or 4 s if the store is slow. If the store does not answer,
         calls are retried for 1.5 s, because the store's machine might have been paused.
@@ -190,7 +190,7 @@ class Liveness:
             return error
 
     def _is_of_a_part(self, operation: Operation, error: CollectiveError) -> bool:
-        """Return whether a send or receive timed out in an engine that serves only a subgroup."""
+        """Return whether a send or receive timed out in an engine that serves only some members."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is not None

@@ -55,7 +55,7 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
 
 
 def latest_round(store: PrefixStore) -> int:
-    """Return the number of the newest world, which a joining process needs."""
+    """Return the number of the newest world, for a process that joins this world."""
     return store.add("worlds", 0)
 
 

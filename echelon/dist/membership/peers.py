@@ -3,8 +3,8 @@
 Processes are watched through pidfds, which are immune to pid reuse and report a zombie as dead. If
 the kernel or a sandbox does not allow pidfds, the pid and the process's start time in /proc are
 used. A pid is meaningless in another PID namespace, such as another container's. A process in
-another namespace sends a pidfd of itself (see `shm/handover.py`), and is not watched before it does
-so. One descriptor per process serves all groups, and one epoll instance watches all descriptors, so
+another namespace is watched only after it has sent a pidfd of itself (see `shm/handover.py`). One
+descriptor per process serves all groups, and one epoll instance watches all descriptors, so
 checking hundreds of peers takes one system call.
 """
 

@@ -27,7 +27,10 @@ def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
 
 
 def take_if_still_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK, GET and CHECK; return None if a CHECK did not find the key."""
+    """Read the answers to CHECK, GET and CHECK.
+
+    Returns the value, or None if the key was missing before or after the GET.
+    """
     value = take_if_present(channel, deadline)
     return value if take_check(channel, deadline) else None
 

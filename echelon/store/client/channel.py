@@ -130,7 +130,8 @@ class Channel:
         """Return the next `size` bytes of the reply.
 
         Raises:
-            TimeoutError: not all bytes arrived in time. A later call returns the received bytes.
+            TimeoutError: not all bytes arrived in time. The bytes received so far are kept for a
+                later call.
             ConnectionError: the server closed the connection.
         """
         end = self._at + size

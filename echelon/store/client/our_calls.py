@@ -209,7 +209,7 @@ class OurCalls(Store):
         return StoreStatistics.from_json(self._sure("statistics", b"", p.STATISTICS, b""))
 
     def _do_pipeline(self, steps: list[Step]) -> None:
-        """Send steps in batches that fit the socket buffers, so that neither side blocks."""
+        """Send pipeline steps in batches that fit the socket buffers, to avoid a deadlock."""
         while steps:
             queries: list[tuple[int, bytes]] = []
             size = 0
@@ -321,7 +321,7 @@ class _Leases:
         self._is_closed = False
 
     def add(self, key: bytes, lease_s: float) -> None:
-        """Renew this key's lease periodically until the presence is released."""
+        """Renew a key's lease periodically until the presence is released."""
         with self._lock:
             self._lease_s[key] = lease_s
             if self._thread is None:

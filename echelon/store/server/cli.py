@@ -2,7 +2,7 @@
 
 The first line of output is the port number. The server runs until SIGTERM or SIGINT. If standard
 input is a pipe, the server also stops when the pipe closes. With `--parent-only`, the server
-ignores both signals and stops only when the pipe closes.
+ignores SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2, and stops only when the pipe closes.
 
 A parent process can send commands through the pipe, one per line. `admit ADDRESS` admits torch's
 clients from a trusted address. `publish KEY VALUE` stores a value; KEY and VALUE are single words.

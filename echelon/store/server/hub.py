@@ -119,7 +119,7 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Peer, why: str) -> None:
-        """Log which peer was refused and why; only count the refusal if there are too many."""
+        """Log a refused peer and the reason; if refusals are too frequent, only count them."""
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
             self._num_logged += 1
@@ -203,7 +203,7 @@ class Hub:
         return self._gathered[1]
 
     def watch(self, connection: Peer, tag: int, keys: Iterable[bytes]) -> None:
-        """Report all changes of the given keys to a connection until the watch ends.
+        """Start a watch, which reports every change to the given keys to a connection.
 
         Raises:
             ValueError: the connection has reached its limit on watched keys.

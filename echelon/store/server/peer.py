@@ -453,7 +453,7 @@ class Peer(asyncio.Protocol):
         return None
 
     def answer_later(self, status: int, tag: int, payload: bytes) -> None:
-        """Send an answer that does not result from this connection's current command."""
+        """Send the answer to an earlier query of this peer, such as a wait or a watch."""
         if self.standing is not Standing.CLOSED:
             self.out.put_frame(status, tag, payload)
             self.flush()

@@ -152,7 +152,7 @@ def _list_keys(peer: Peer, tag: int) -> None:
 def _framed(
     tag: int, steps: Generator[None, None, list[bytes]]
 ) -> Generator[None, None, list[bytes]]:
-    """Frame an answer that is produced in slices."""
+    """Return the frame for an answer that is produced in slices."""
     try:
         pieces = yield from steps
     except ValueError as error:

@@ -396,7 +396,7 @@ def _bind_all(
 
 
 def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
-    """Return a listening socket that the caller owns."""
+    """Return a new socket that listens on `address`. The caller must close the socket."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

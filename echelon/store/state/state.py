@@ -6,8 +6,8 @@ waits and reserved items belong to an `owner` token. `forget(owner)` withdraws a
 
 [Note: items promised to a waiter] torch implements a blocking queue_pop as WAIT followed by
 QUEUE_POP. The server cannot distinguish this WAIT from the WAIT of a get. If a push woke every
-waiter, only one of them would find an item. Therefore a push wakes only one such waiter
-(`Wants.CLAIM`) and reserves the item until the waiter's owner sends its next command. If this
+waiter, only one of them would find an item. Therefore a push wakes only one waiter of this
+kind (`Wants.CLAIM`) and reserves the item until the waiter's owner sends its next command. If this
 command is a pop, the owner gets the item. If the owner sends another command, dies or stays silent,
 the item is offered to the next waiter.
 """

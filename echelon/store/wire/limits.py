@@ -26,7 +26,7 @@ class Limits:
         reply_bytes: the maximum length of one reply.
         handshake_s: the time within which a connection must become a member.
         command_s: the time within which a started command must be completed, extended by the same
-            time for every 64 KiB received.
+            amount for every 64 KiB received.
     """
 
     key_bytes: int = 8192

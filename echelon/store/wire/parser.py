@@ -395,7 +395,7 @@ class Parser:
 
 @dataclass(frozen=True, slots=True)
 class _RunShape:
-    """The shape of a run of commands with the same query and lengths."""
+    """The byte format of a run of commands with the same query and the same lengths."""
 
     pattern: re.Pattern[bytes] | None
     layout: struct.Struct
@@ -405,7 +405,7 @@ _run_shapes: dict[tuple[int, int, int], _RunShape] = {}
 
 
 def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
-    """Return the shape of a run; `value_bytes` is -1 if the commands have no values."""
+    """Return the format of a run; `value_bytes` is -1 if the commands have no values."""
     shape = _run_shapes.get((query, key_bytes, value_bytes))
     if shape is None:
         tail = "" if value_bytes < 0 else f"8x{value_bytes}s"
