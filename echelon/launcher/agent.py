@@ -323,7 +323,7 @@ class _Agent:
         self._link.send(event)
 
     def _seek(self) -> bool:
-        """Continue the search for another host, if one is in progress.
+        """Continue any ongoing search for another host.
 
         Return False once the search has failed.
         """

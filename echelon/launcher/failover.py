@@ -107,7 +107,7 @@ class Failover:
         self._extend(until_s, self._world_term, node)
 
     def _extend(self, until_s: float, term: int, node: NodeAgent) -> None:
-        """Extend the permit of this node's ranks, unless a host of another term started them."""
+        """Extend this node's permit, unless its ranks were started in another election term."""
         if node.has_workers and term != self._world_term:
             return
         if until_s > self._fence_s + _LEAST_MOVE_S:

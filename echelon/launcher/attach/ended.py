@@ -1,7 +1,7 @@
 """Detect ranks that end during the examination, and determine how each of them ended.
 
-The kernel keeps a process's exit status until the parent process waits for it. After that, only the
-launcher's output shows how the process ended.
+The kernel keeps the exit status of a process until its parent reaps the process. After that, only
+the launcher's output shows how the process ended.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _EXTRA_S = 60.0  # for the login, and the start of Python
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One machine's answer: either an examination result (a sighting) or a problem."""
+    """One machine's answer, which contains the result of its examination or an error message."""
 
     host: str
     sighting: Sighting | None = None

@@ -41,7 +41,7 @@ class Sighting:
         waiting: the ranks that were inside a collective at the first examination.
         went_on: the waiting ranks that made progress between the two examinations.
         changed: the ranks whose main thread made progress between the two examinations.
-        left: the waiting ranks that have left a loop while another rank is still inside it.
+        left: the waiting ranks that have left a loop, each paired with a rank still inside it.
         ended: how ranks ended between the two examinations, keyed by rank; "" if unknown.
     """
 
@@ -220,7 +220,7 @@ def _waits(record: Record) -> bool:
 def _left(
     ranks: Sequence[FoundRank], records: Sequence[Record], waiting: Sequence[int]
 ) -> tuple[Left, ...]:
-    """Return the ranks that have left a loop early, or () if not all ranks are waiting."""
+    """Return the ranks that have left a loop early; () if not all ranks are waiting."""
     if len(waiting) != len(records):
         return ()
     pids = {one.rank: one.pid for one in ranks}

@@ -67,7 +67,7 @@ def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, F
 
 
 def _loop_left(behind: Frame, within: Frame, source: str) -> int:
-    """Return the first line of the innermost loop that contains `within` and ends before `behind`.
+    """Return the first line of the innermost loop that contains `within` but ends before `behind`.
 
     Return 0 if no loop matches.
     """

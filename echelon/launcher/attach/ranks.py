@@ -187,8 +187,8 @@ def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
 def environment(pid: int, denied: list[str]) -> dict[str, str]:
     """Return the environment with which a process was started; {} if it cannot be read.
 
-    If the process was a standby (a spare process) before it became a rank, return the environment
-    that the launcher sent to it.
+    If the process was a standby before it became a rank, return the environment that the launcher
+    sent to it.
     """
     text = read_text(f"/proc/{pid}/environ", "environ", denied)
     pairs = (entry.partition("=") for entry in text.split("\0"))
@@ -197,7 +197,7 @@ def environment(pid: int, denied: list[str]) -> dict[str, str]:
 
 
 def _of_former_standby(pid: int) -> dict[str, str]:
-    """Return the environment from the file that a former standby process has open, or {}."""
+    """Return the environment that the launcher sent to a former standby; {} if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed by now
@@ -229,7 +229,7 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a different kind of launcher started ranks below a process."""
+    """Return whether a rank's descendants include ranks started by another kind of launcher."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 

@@ -119,7 +119,7 @@ def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, ...]) -> Finding:
-    """Return the finding for a job whose visible ranks all wait while other ranks are absent."""
+    """Return the finding for a job in which some ranks are missing and all others are waiting."""
     who = rank_list(absent)
     waits = f"{rank_list(present)} in a collective at both looks, {seconds(sighting.gap_s)} apart"
     if not sighting.is_whole:

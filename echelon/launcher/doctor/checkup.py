@@ -82,8 +82,8 @@ def check_nodes(
 
     Args:
         folder: the folder in which this node will store the job's files.
-        measure: a function that takes further measurements. It is called only on the host, and its
-            results are sent to all nodes.
+        measure: a function that takes further measurements. It is called only on the hosting node,
+            and its results are sent to all nodes.
     """
     with contextlib.closing(Listener(token := new_token())) as listener:
         about = m.CheckIn(
@@ -264,10 +264,11 @@ class Host:
 def _take_part(
     meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None, timeout_s: float
 ) -> Iterator[Result]:
-    """Answer the host's requests until the results arrive; yield the results.
+    """Answer the hosting node's requests until the results arrive; yield the results.
 
     Raises:
-        LaunchError: the host cannot be reached, is lost, or does not send the results in time.
+        LaunchError: the hosting node cannot be reached, reports an error, is lost, or does not send
+            the results in time.
     """
     link = GrpcLink(meeting.address, meeting.secret, about, timeout_s, tls=tls)
     deadline_s = time.monotonic() + timeout_s * 2 + _WAYS_S * 2

@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Return the results of the checks across nodes, or an empty iterator without an endpoint.
+    """Return the results of the checks across nodes; an empty iterator if no endpoint is given.
 
     Raises:
         ValueError: the options are invalid or incomplete.

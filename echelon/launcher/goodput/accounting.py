@@ -10,8 +10,8 @@ below. The times of a rank add up exactly to the job's time.
     checkpoint  saving and loading within or between steps
     repeated    steps that an earlier attempt had already finished
     stall       from the last sign of progress until the stall cleared or the ranks were stopped
-    restart     the step that a failure interrupted, and the time until the next first step
-    idle        the rank had ended, or its world did not include it
+    restart     the interrupted step, and the time until the first step of the next attempt
+    idle        the rank had ended, or was not part of the world
     unmarked    the program ran but marked no steps
 
 [Note: step numbers after a restart] After a restart, a program can continue with its checkpoint's
@@ -48,8 +48,8 @@ class Segment:
     """A period of one rank's time; the `parts` add up to the period's length.
 
     Attributes:
-        blamed: the index of the attempt whose failure caused the restart and repeated time in this
-            segment; -1 if no failure did.
+        blamed: the index of the failed attempt to which this segment's `restart` and `repeated`
+            times are attributed; -1 for none.
     """
 
     began_ns: int
@@ -165,7 +165,7 @@ class _Cut:
         yield from _whole(self._stopped, self._ended, Category.IDLE)
 
     def _rest(self, at: int, before: Category) -> Iterator[Segment]:
-        """Yield the segments after the rank's last lap.
+        """Yield the segments after the rank's last lap (run of steps).
 
         If the rank has no laps, yield all of its segments.
         """
@@ -203,7 +203,7 @@ class _Cut:
 
 
 def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
-    """Split a lap's time, excluding stalls, into categories."""
+    """Split the time of a lap (a run of steps), excluding stalls, into categories."""
     spent = _without(lap.spent, stalled)
     saving = min(spent.checkpoint_ns, left)
     left -= saving

@@ -1,7 +1,7 @@
 """Run `echelon report [RUN]`, which shows how a job's ranks spent their time.
 
-The command reads the run directory of the hosting node. It works while the job is running, after
-the job has ended, and if the job was killed.
+The command reads the run directory of the hosting node. It works while the job is running and
+after the job has ended, even if the job was killed.
 """
 
 from __future__ import annotations

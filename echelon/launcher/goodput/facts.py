@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """The time that a rank spent on blocked communication, checkpoints and waiting for data."""
+    """A rank's times spent blocked in communication, handling checkpoints, and waiting for data."""
 
     waited_ns: int = 0
     checkpoint_ns: int = 0

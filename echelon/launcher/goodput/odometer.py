@@ -1,7 +1,7 @@
-"""Derive a rank's laps (runs of steps) from readings of the counters in its ring (live words).
+"""Derive a rank's laps (runs of steps) from its ring's live words, which are counters.
 
-If the program updates the words during a reading, some time might be attributed to the next lap.
-The totals are still correct, because each lap counts the increase since the previous lap.
+If the program updates the counters while they are being read, some time might be attributed to the
+next lap. The totals are still correct, because each lap counts the increase since the previous lap.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ class Shares:
 
     @property
     def goodput(self) -> float:
-        """The fraction of all ranks' time in useful steps, including waiting for other ranks."""
+        """The fraction of all ranks' time that was spent in useful steps.
+
+        Waiting for other ranks counts as useful, but checkpoints and waiting for data do not.
+        """
         return self.share(Category.USEFUL, Category.WAITING)
 
     def to_json(self) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class Collection:
         deadline_s: the monotonic time at which the collection ends even if dumps are missing.
         is_survived: whether the attempt continues despite the incident.
         lost_earlier: the losses that the attempt had survived before this incident.
-        set_aside: the result of `Replacements.set_aside` for the lost ranks.
+        set_aside: the number <k> in the new name of each lost rank's folder,
+            `lost_<k>_of_attempt_<n>`, keyed by rank.
         continues: the earlier incident that is replaced by this incident, or None.
 
     Attributes:

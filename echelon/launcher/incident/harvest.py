@@ -60,8 +60,10 @@ def harvest(
     """Collect the black boxes of this node's workers, in the order of `workers`.
 
     The collection usually takes about one second. The maximum is about nine seconds, or twelve if
-    dumps are requested from torch. For a stall, the processes are examined again two seconds
-    later. `idle` must wait for the given number of seconds.
+    dumps are requested from torch. For a stall, the processes are examined again after 2 s.
+
+    Args:
+        idle: a function that waits for a given number of seconds.
     """
     steps = harvest_steps(workers, occasion, lambda: False)
     while True:

@@ -38,7 +38,7 @@ class Story:
     last_lines: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return the lines for the terminal; [] if the rank's output does not explain how it ended.
+        """Return the lines for the terminal; [] if the output does not explain why the rank ended.
 
         If the rank hung or was killed by SIGKILL, only a traceback is shown.
         """
@@ -50,7 +50,7 @@ class Story:
         return [f"rank {self.rank}, {what}:", *(f"  {line}" for line in said)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the story as an entry of report.json."""
+        """Return the culprit's last output as an entry of report.json."""
         return {
             "rank": self.rank,
             "exit_code": self.exit_code,

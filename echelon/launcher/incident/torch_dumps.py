@@ -2,9 +2,8 @@
 
 Torch writes a rank's dump to `<prefix><rank>` when its watchdog detects that an operation has timed
 out. With the NCCL or XCCL backend, torch also writes a dump when data arrives on the pipe
-`<prefix><rank>.pipe`.
-The launcher chooses the two prefixes unless the user has set them. The Gloo backend records
-operations but never writes a dump.
+`<prefix><rank>.pipe`. The launcher chooses the two prefixes unless the user has set them. The Gloo
+backend records operations but never writes a dump.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class TorchDump:
         self.num_own = 0  # how many dumps torch wrote without a request
 
     def look(self) -> None:
-        """Register a new dump if its file has not changed since the previous call."""
+        """Register a new dump, unless its file has changed since the previous call."""
         version = self._version()
         if version[1] > 0 and version != self._noted and version == self._growing:
             self._noted = version

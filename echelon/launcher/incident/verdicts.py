@@ -43,7 +43,7 @@ class Verdicts:
     """The analyses of one job's incidents.
 
     Args:
-        show_others: a function that shows a text on the given nodes.
+        show_others: a function that shows text on the given nodes.
         note: a function that is called with each incident after its verdict is shown or withdrawn.
     """
 

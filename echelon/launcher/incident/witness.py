@@ -79,7 +79,7 @@ class Witness:
 
     @property
     def may_wait_below(self) -> bool:
-        """True if the worker may be waiting for a child process rather than for its peers."""
+        """True if the worker might be waiting for a child process rather than for other ranks."""
         if self._stacks is None:
             return False
         activity = read_activity(self._stacks.text(), self._stacks.native)
@@ -188,7 +188,7 @@ class Witness:
 
 
 def _process_of(worker: Worker, identity: Identity) -> int:
-    """Return the pid of the recording process or else of the worker's main process."""
+    """Return the pid of the process that writes the ring, or else of the worker's main process."""
     if not worker.alive:
         return identity.pid or worker.pid
     if not identity.pid:

@@ -54,7 +54,7 @@ class Incident:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """The job's events so far. The coordinator extends the report while the job is running."""
+    """The report on a job, which the coordinator extends while the job is running."""
 
     job_id: str
     world_size: int

@@ -130,7 +130,7 @@ class NodeLimits:
         return self._with_late(summary, late) if late else summary
 
     def rest(self, now_ns: int) -> None:
-        """Ignore the activity of ranks that was caused by collecting an incident."""
+        """Ignore all rank activity that the collection of an incident has caused."""
         for number, rank in self._ranks.items():
             if rank.activity is not None:
                 rank.activity.rest(self._num_printed(number), now_ns)

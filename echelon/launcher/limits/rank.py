@@ -2,8 +2,8 @@
 
 [Note: phases excuse] A checkpoint, a compilation or an evaluation can take a long time while other
 ranks wait. Therefore, no rank is examined early while any rank is in a phase that does not have a
-limit or has not exceeded its limit. Phases in which operations have been called, such as an epoch
-or a step, are ignored.
+limit or has not exceeded its limit. Phases in which operations have been called, such as a
+training epoch or a step, are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A comparison of a rank's current operations and phases with the rank's histories."""
+    """The result of comparing a rank's current operations and phases with the rank's histories."""
 
     late: Late | None = None  # the one that has been late for the longest time
     is_excused: bool = False  # whether the rank is in a phase that may take its time

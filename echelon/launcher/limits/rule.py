@@ -45,7 +45,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """An early examination of the ranks that is now due."""
+    """An early examination that is now due."""
 
     reason: str
 
@@ -87,7 +87,8 @@ class LimitRule:
         Each examination is returned only once.
 
         Args:
-            views: one view per node that is not lost; None for a node that has not reported yet.
+            views: the last report of each node that is not lost; None if the node has not reported
+                yet.
         """
         known = [view for view in views if view is not None]
         moves = [view.num_moves for view in known]

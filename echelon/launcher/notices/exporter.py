@@ -22,7 +22,7 @@ class Exporter:
     Args:
         address: the address to bind. An IPv6 address is given without brackets.
         port: the port; 0 means any free port.
-        text: a function that returns the text to serve, called on the server's own threads.
+        text: a function that returns the text to serve. It is called on the server's own threads.
 
     Raises:
         OSError: the address cannot be bound.

@@ -30,7 +30,7 @@ class Outside:
 
     Args:
         notify: the commands and URLs that receive notices.
-        metrics: the (address, port) that serves metrics, or None.
+        metrics: the (address, port) at which metrics are served, or None.
         otlp: the OTLP collector that receives metrics and notices: a URL, "env", or "" for none.
         run_dir: the run directory, as shown to the user.
         say: a function that prints a line. It is called only on the launcher's thread.

@@ -32,7 +32,7 @@ class Terminal:
     """The launcher's own stdout and stderr, shared by all workers.
 
     Args:
-        as_json: whether to write each line as a JSON object, instead of with a prefix.
+        as_json: whether to write each line as a JSON object rather than as text with a prefix.
         fold: whether to show only one copy of a line that many ranks print at about the same time.
     """
 
@@ -91,7 +91,7 @@ class Terminal:
         self.write_lines(2, text.encode("utf-8", "replace"))
 
     def write_lines(self, stream: int, lines: bytes) -> None:
-        """Write complete lines in one call. Errors are never raised."""
+        """Write complete lines in one call. Never raises."""
         if self._live and (stream == 1 or self._stderr_is_shown):
             self._write(1, _ERASE)
             self._write(stream, lines)

@@ -65,7 +65,8 @@ class View:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit code.
 
-    The exit code is 1 if the job does not answer, and 2 if no such run exists.
+    The exit code is 1 if the job does not answer or the live page cannot be served, and 2 if the
+    run is not found or an argument is invalid.
     """
     parser = argparse.ArgumentParser(
         prog="echelon status", description="Show what the ranks of a running job are doing."
@@ -175,7 +176,7 @@ def _show_endpoint(args: argparse.Namespace, *, once: bool) -> int:
 
 
 def _run_with(endpoint: str) -> tuple[Path | None, dict[str, str]]:
-    """Return the newest run in runs/ that has this endpoint, and the contents of its job.json."""
+    """Return the newest run in runs/ with the given endpoint, and the contents of its job file."""
     found: tuple[Path | None, dict[str, str]] = (None, {})
     newest_s = 0.0
     for job_file in _RUNS.glob("*/job*.json"):

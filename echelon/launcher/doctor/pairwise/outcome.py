@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         hosts: the host names of the nodes.
-        names: the names of the members that form pairs, which are hosts, or ranks of one host.
+        names: the names of the members that form pairs: the nodes, or the ranks of a single node.
         pairs: the finding for each measured pair, keyed by the indices of its members in `names`.
         nodes: the findings about each host's own resources, in the order of `hosts`.
         collective: the measurement across all ranks with the job's backend; None if not measured.
@@ -55,7 +55,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of each slow member or pair, and a phrase that describes what is slow."""
+        """Yield the name of each slow member, pair or host, and a description of what is slow."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)

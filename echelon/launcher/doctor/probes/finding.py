@@ -13,7 +13,7 @@ DEADLINE_S = 15.0  # a disk that needs longer for 1 MiB is also useless for a jo
 
 
 class State(str, Enum):
-    """The outcome of a probe."""
+    """The state of a probed resource: healthy, broken, or not checked."""
 
     WHOLE = "whole"
     BROKEN = "broken"

@@ -30,7 +30,7 @@ def probe_memory() -> Finding:
 
 
 def judge(available: int, total: int) -> Finding:
-    """Return the finding for `available` of `total` bytes of memory."""
+    """Return a finding on whether `available` of `total` bytes of memory are enough for a rank."""
     figures = {"available_bytes": float(available), "total_bytes": float(total)}
     text = f"{available / 1e9:.2f} of {total / 1e9:.2f} GB of memory available"
     state = State.WHOLE

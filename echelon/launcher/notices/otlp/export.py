@@ -95,7 +95,7 @@ class Exporter:
     """An exporter of one job's metrics and logs.
 
     Args:
-        endpoint: the collector's base URL, or "env".
+        endpoint: the collector's base URL, or "env" for the endpoint in the OTEL_* variables.
         resource: attributes that are sent with all data, in addition to OTEL_RESOURCE_ATTRIBUTES.
     """
 
