@@ -97,7 +97,7 @@ class SafetensorsFile:
         first = _LENGTH_BYTES + length
         if size < _LENGTH_BYTES or length > _MAX_HEADER_BYTES or first > size:
             raise ValueError(
-                f"the file states a header of {length} bytes, but has only {size} bytes in total"
+                f"the file declares a header of {length} bytes, but is only {size} bytes long"
             )
         header = json.loads(os.pread(self._descriptor, length, _LENGTH_BYTES))
         header.pop("__metadata__", None)

@@ -140,7 +140,7 @@ def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
     for group in groups[1:]:
         if not set(group.ranks) <= set(first.ranks):
             raise ValueError(
-                f"the parameters are divided among groups {first.name!r} and {group.name!r}, "
+                f"the parameters are split across groups {first.name!r} and {group.name!r}, "
                 "neither of which contains all of the ranks: pass over= with a group that does"
             )
     return first

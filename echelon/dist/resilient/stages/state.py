@@ -125,8 +125,8 @@ class StagesState(CopiedState):
         known = {part.tensor for part in parts.values()}
         if not setup.optimizer.state.keys() <= known:
             raise ValueError(
-                "the optimizer has state that belongs to none of the pipeline's parameters, and "
-                "could not be restored"
+                "the optimizer has state that belongs to none of the pipeline's parameters, so it "
+                "could not be restored after a loss"
             )
         exposed = exposed_storages(self._live_modules(), parts)
         return ShardsWriter(parts, setup.optimizer, exposed=exposed, facts=facts_of(setup))
