@@ -199,7 +199,9 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
         words = facts.thread_words if facts is not None else None
         if words is not None:
             message = (words.message.splitlines() or [""])[0][:_MESSAGE_CHARS]
-            line = f"a thread of rank {rank} ({words.thread}) had ended by {words.type}: {message}"
+            line = (
+                f"a thread of rank {rank} ({words.thread}) had ended with {words.type}: {message}"
+            )
             lines.append(f"{line} at {short_site(words.site)}" if words.site else line)
     return finding.changed(evidence=(*finding.evidence, *lines))
 

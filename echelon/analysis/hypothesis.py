@@ -212,7 +212,7 @@ def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
     if set(ranks) <= root.explains | set(root.finding.culprit_ranks):
         return f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'} explained by the root"
     if rival.is_weak and not root.is_weak:
-        return "a record that is missing shows less than one that is there"
+        return "a missing record is weaker evidence than an existing one"
     disturbed = len(picture.disturbed)
     if len(rival.explains) < len(root.explains):
         return f"explains {len(rival.explains)} of {disturbed} disturbed ranks"

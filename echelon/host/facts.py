@@ -86,8 +86,8 @@ class HostFacts:
     snapshot_mono_ns: int = 0
     later_gap_s: float = 0.0  # a stall is examined twice, this far apart; 0 means only once
     later_recorded: int = -1  # operations, spans and steps begun or ended in between; -1 if unknown
-    later_stacks: str = ""  # the stacks at the second look
-    later_heartbeat_mono_ns: int = 0  # the Python heartbeat at the second look
+    later_stacks: str = ""  # the stacks in the second snapshot
+    later_heartbeat_mono_ns: int = 0  # the Python heartbeat in the second snapshot
     num_threads: int | None = None
     frozen: bool | None = None  # whether its cgroup is frozen
     throttled_share: float | None = None  # of the sample, by the cgroup's CPU quota

@@ -50,7 +50,7 @@ def test_the_end_that_most_broken_links_share_is_named(hosts, broken, culprits):
     verdict = job.report("stall").verdict
     assert (verdict.cause.value, verdict.confidence.value) == ("network", "likely")
     assert verdict.culprit_ranks == culprits
-    assert "not acknowledged, sent again 5 times" in " ".join(verdict.evidence)
+    assert "not acknowledged, retransmitted 5 times" in " ".join(verdict.evidence)
     assert not set(verdict.fallout_ranks) & set(culprits)
 
 
@@ -59,7 +59,7 @@ def test_bytes_that_came_and_are_not_read_are_shown():
     _connect(job, (1, 2, 3), deaf={(0, 2), (1, 2)})
     verdict = job.report("stall").verdict
     assert verdict.culprit_ranks == (2,)
-    assert "8,192 bytes have arrived and are not read" in " ".join(verdict.evidence)
+    assert "8,192 bytes have arrived but were not read" in " ".join(verdict.evidence)
 
 
 def test_connections_that_are_idle_accuse_nobody():

@@ -52,7 +52,7 @@ def test_the_rank_that_is_in_no_collective_is_named(its, words):
     assert (verdict.cause, verdict.culprit_ranks, verdict.confidence) == (
         "host_hang", (1,), "likely",
     )  # fmt: skip
-    assert f"rank 1 {words}, in no collective" in verdict.summary
+    assert f"rank 1 {words}, outside any collective" in verdict.summary
     assert verdict.fallout_ranks == (0, 2)
     assert any("stack" in line for line in verdict.would_settle)
 
@@ -82,7 +82,7 @@ def test_a_busy_rank_is_named_too():
     made[1].host.update(process_state="R", cpu_share=0.99)
     verdict = made.report().verdict
     assert verdict.culprit_ranks == (1,)
-    assert "rank 1 runs, in no collective" in verdict.summary
+    assert "rank 1 runs, outside any collective" in verdict.summary
 
 
 def test_before_there_is_a_group_the_rank_that_does_not_come_is_named():

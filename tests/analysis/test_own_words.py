@@ -51,7 +51,7 @@ def test_a_fault_that_did_not_end_the_rank_is_not_told():
 
 def test_a_signal_is_owned_up_to():
     assert interrupted_lines(rank(stacks_from=OUTSIDE)) == ()
-    assert "by a signal" in interrupted_lines(rank(stacks_from=SIGNAL))[0]
+    assert "was sent a signal" in interrupted_lines(rank(stacks_from=SIGNAL))[0]
 
 
 def test_the_main_threads_c_functions_are_one_line():
@@ -104,7 +104,7 @@ def test_a_hang_whose_culprit_lost_a_thread_says_so():
     (finding,) = job.report().findings
     assert (finding.cause.value, finding.culprit_ranks) == ("host_hang", (1,))
     assert finding.evidence[-1] == (
-        "a thread of rank 1 (prefetch) had ended by builtins.ValueError: bad shard "
+        "a thread of rank 1 (prefetch) had ended with builtins.ValueError: bad shard "
         "at data.py:7 in fetch"
     )
 
@@ -121,7 +121,7 @@ def test_a_kill_leaves_no_word_and_says_whether_it_was_for_memory():
     job[0].all_reduce(inside=True)
     verdict = job.report("failure").verdict
     evidence = " ".join(verdict.evidence)
-    assert "its cgroup counted no kill for memory" in evidence
+    assert "its cgroup counted no out-of-memory kill" in evidence
     assert "Map" not in evidence
 
 

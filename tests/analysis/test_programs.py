@@ -66,7 +66,7 @@ def test_a_collective_left_out_where_no_signature_shows_it(tmp_path: Path) -> No
             grid_step(rank, states=done * DEPTH + open_)
     verdict = verdict_of(job, tmp_path)
     assert told(verdict) == ("skipped_collective", [1], "likely")
-    assert "left out all_reduce of group 'tp' at train.py:50" in verdict.summary
+    assert "skipped all_reduce of group 'tp' at train.py:50" in verdict.summary
 
 
 def test_two_calls_in_another_order_than_the_ranks_of_the_same_program(tmp_path: Path) -> None:

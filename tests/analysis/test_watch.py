@@ -50,7 +50,7 @@ def test_a_stall_that_recovered_before_a_good_end_is_not_unhealthy(tmp_path, mon
     _report(run)
     report = analyze(run)
     assert report.healthy
-    assert "a stall before recovered" in report.origin
+    assert "an earlier stall recovered" in report.origin
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ class BrokenLink:
             f" ({self.receiver_host})"
         )
         if self.unread_bytes:
-            return f"{ends}: {self.unread_bytes:,} bytes have arrived and are not read"
-        again = f", sent again {self.retransmits} times" if self.retransmits > 0 else ""
-        return f"{ends}: {self.unsent_bytes:,} bytes sent and not acknowledged{again}"
+            return f"{ends}: {self.unread_bytes:,} bytes have arrived but were not read"
+        again = f", retransmitted {self.retransmits} times" if self.retransmits > 0 else ""
+        return f"{ends}: {self.unsent_bytes:,} bytes sent but not acknowledged{again}"
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:

@@ -76,7 +76,7 @@ def find(path: Path) -> Place | None:
     if _ended_well_after_a_stall(path):
         rings = find_rings(path)
         if rings is not None:
-            return replace(rings, words=f"{rings.words}; a stall before recovered")
+            return replace(rings, words=f"{rings.words}; an earlier stall recovered")
     for candidate in (path / "dump", path):
         incident = _newest_incident(candidate)
         if incident is not None:

@@ -114,7 +114,7 @@ def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
         ),
         fallout_ranks=fallout,
         would_settle=("how many batches each rank had",),
-        next_action="Give all ranks equally many batches, or let all leave the loop together.",
+        next_action="Give all ranks the same number of batches, or let all leave together.",
     )
 
 
@@ -147,7 +147,7 @@ def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, 
             ),
             fallout_ranks=present,
             would_settle=("how many batches each rank had",),
-            next_action="Give all ranks equally many batches, or let all leave the loop together.",
+            next_action="Give all ranks the same number of batches, or let all leave together.",
         )
     return Finding(
         cause=Cause.DEAD_PROCESS,
@@ -170,7 +170,9 @@ def _bounded(finding: Finding, sighting: Sighting, absent: tuple[int, ...]) -> F
     sure = finding.confidence
     if moved:
         sure = Confidence.POSSIBLE
-        missing.append(f"whether {rank_list(moved)} arrives: it was elsewhere at the second look")
+        missing.append(
+            f"whether {rank_list(moved)} arrives: it was elsewhere in the second snapshot"
+        )
     elif sighting.gap_s < _LONG_GAP_S and sure is Confidence.CERTAIN:
         sure = Confidence.LIKELY
         missing.append("whether it lasts: look again with --wait 60")

@@ -90,4 +90,4 @@ def test_a_build_within_a_library_of_collectives_is_no_collective():
     job[0].host.update(job[1].host)
     verdict = job.report().verdict
     assert (verdict.cause, verdict.culprit_ranks) == ("compile_stall", (0, 1)), verdict
-    assert "remove the file lock below TORCH_EXTENSIONS_DIR" in verdict.next_action
+    assert "remove the lock file below TORCH_EXTENSIONS_DIR" in verdict.next_action

@@ -108,7 +108,7 @@ def test_a_hung_program_names_the_rank_that_the_others_wait_for(train, fault, do
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("host_hang", [1]), verdict
     assert any("rank 1" in line for line in verdict["evidence"])
     if not can_spy():
-        assert f"rank 1 {does}, in no collective" in verdict["summary"]
+        assert f"rank 1 {does}, outside any collective" in verdict["summary"]
         assert any("py-spy" in line for line in verdict["would_settle"])
     elif fault == "sleeps":
         assert verdict["confidence"] == "certain", verdict

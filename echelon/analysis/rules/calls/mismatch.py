@@ -255,4 +255,4 @@ def _next_action(cause: Cause, ranks: Sequence[int], site: str, *, is_tie: bool)
     }[cause]
     if is_tie:
         return f"Find out which of {who} passes the wrong {noun}; print it on each of them."
-    return f"Find out why {who} passes another {noun}{place}; print it on every rank there."
+    return f"Find out why {who} passes a different {noun}{place}; print it on every rank there."

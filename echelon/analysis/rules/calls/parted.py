@@ -53,8 +53,8 @@ def _describe(picture: Picture, seen: Parting) -> Finding | None:
         group=evidence.groups[int(other["group"])].name,
         operation=evidence.call(other).operation,
         sequence=int(other["sequence"]) if other["sequence"] >= 0 else None,
-        summary=f"rank {seen.rank} {words.format(usual=usual, called=called)}: up to there it "
-        f"called what {against} called",
+        summary=f"rank {seen.rank} {words.format(usual=usual, called=called)}: until then, "
+        f"it made the same calls as {against}",
         evidence=(
             f"rank {seen.rank} called {called}",
             f"{rank_list(seen.others)} called {usual} in its place, after the same calls",
@@ -89,7 +89,7 @@ def _words(kind: str, own: Any, other: Any) -> tuple[Cause, str]:
         return Cause.ORDER_DESYNC, "called {called} before {usual}, not after it"
     if kind == "left out":
         cause = Cause.P2P_UNMATCHED if _is_message(other) else Cause.SKIPPED_COLLECTIVE
-        return cause, "left out {usual} and went on to {called}"
+        return cause, "skipped {usual} and moved on to {called}"
     if kind == "extra":
         cause = Cause.P2P_UNMATCHED if _is_message(own) else Cause.SKIPPED_COLLECTIVE
         return cause, "called {called} once more than the others, before {usual}"

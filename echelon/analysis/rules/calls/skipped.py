@@ -86,8 +86,8 @@ def _describe(picture: Picture, slip: Slip) -> Finding:
         scope=Scope.GROUP,
         next_action=f"Look for a condition around {usual_site or site or 'this call'} under which "
         f"{who} {'leaves' if len(ranks) == 1 else 'leave'} the call out or "
-        f"{'repeats' if len(ranks) == 1 else 'repeat'} it; check that all have equally many "
-        "batches.",
+        f"{'repeats' if len(ranks) == 1 else 'repeat'} it; check that all ranks have the same "
+        "number of batches.",
     )
 
 

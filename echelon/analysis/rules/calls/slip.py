@@ -175,8 +175,8 @@ def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
     if (odd_op in _BARRIERS) == (usual_op in _BARRIERS):
         return None
     if odd_op in _BARRIERS:
-        return 1, f"it has gone on to the {odd_op} while the others still call {usual_op}", False
-    return -1, f"it still calls {odd_op} while the others have gone on to the {usual_op}", False
+        return 1, f"it has moved on to the {odd_op} while the others still call {usual_op}", False
+    return -1, f"it still calls {odd_op} while the others have moved on to the {usual_op}", False
 
 
 def _keys(lanes: Lanes, member: int) -> list[object]:

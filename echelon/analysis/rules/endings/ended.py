@@ -128,7 +128,7 @@ def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
         would_settle=(
             *root.would_settle,
             f"whether {others} ended before rank {ordered[0].rank}: their hosts' clocks differ",
-            "the order in which the coordinator heard of the ends",
+            "the order in which the coordinator was notified of the endings",
         ),
     )
 
@@ -318,7 +318,7 @@ def _by_death(facts: RankEvidence) -> Ending:
         cause = Cause.OUT_OF_MEMORY
         lines.append(f"rank {facts.rank}: the kernel's out-of-memory killer ended it")
     elif host.oom_kill is False and code == -signal.SIGKILL:
-        lines.append(f"rank {facts.rank}: its cgroup counted no kill for memory")
+        lines.append(f"rank {facts.rank}: its cgroup counted no out-of-memory kill")
     lines += fault_lines(facts)
     if host.rss_bytes:
         lines.append(f"rank {facts.rank} had {host.rss_bytes / 2**20:.0f} MiB resident")
@@ -330,7 +330,7 @@ def _by_death(facts: RankEvidence) -> Ending:
             f"rank {facts.rank}'s stderr ends: " + " | ".join(line.strip() for line in tail)
         )
     if row is None and facts.has_ring:
-        lines.append(f"rank {facts.rank} had begun no operation")
+        lines.append(f"rank {facts.rank} had not begun any operation")
     words = f"rank {facts.rank} ended {exit_words(code)}"
     if where:
         words += f" inside its span '{facts.open_spans[-1].name}' ({where})"
@@ -433,7 +433,7 @@ def _same_elsewhere(picture: Picture, facts: RankEvidence) -> list[str]:
         and theirs.last_words is not None
         and (theirs.last_words.type, theirs.last_words.site) == (words.type, words.site)
     ]
-    return [f"{rank_list(same)} raised the same there, later than this one"] if same else []
+    return [f"{rank_list(same)} raised the same error there later"] if same else []
 
 
 def _stderr_of(evidence: Evidence, facts: RankEvidence) -> str:
@@ -463,7 +463,7 @@ def _next_action(stderr: str, facts: RankEvidence, ending: Ending) -> str:
     if "data-loader worker" in ending.words:
         return (
             "Look for what ended the worker: memory (dmesg names what the kernel killed for it), "
-            f"too small a /dev/shm, a crash in its C code; see {stderr}."
+            f"a /dev/shm that is too small, a crash in its C code; see {stderr}."
         )
     if ending.cause is Cause.DEVICE_STUCK:
         return (
@@ -472,7 +472,7 @@ def _next_action(stderr: str, facts: RankEvidence, ending: Ending) -> str:
         )
     if facts.host.exit_code in _SIGABRT and is_gloos_exit(facts.host.stderr_tail):
         return (
-            "Call torch.distributed.destroy_process_group() before the program ends: without it "
-            f"torch's Gloo threads may abort the process at its exit. Else see {stderr}."
+            "Call torch.distributed.destroy_process_group() before the program ends: without "
+            f"it, torch's Gloo threads can abort the process at exit. Otherwise see {stderr}."
         )
     return f"See {stderr} and the machine's log (dmesg) for what killed rank {facts.rank}."

@@ -82,9 +82,9 @@ def find_unproven(picture: Picture) -> list[Finding]:
             cause=Cause.UNKNOWN,
             culprit_ranks=(),
             confidence=Confidence.POSSIBLE,
-            summary=f"{rank_list(waiting)} inside operations that may be in flight or stuck: "
-            "nothing points to a fault, and nothing proves that the job moves: a second set of "
-            "dumps, some seconds later, would",
+            summary=f"{rank_list(waiting)} inside operations that may be in flight or stuck; "
+            "nothing points to a fault, and nothing proves that the job makes progress, as a "
+            "second set of dumps, some seconds later, would",
             evidence=tuple(str(wait) for wait in picture.graph.waits[:4]),
             fallout_ranks=waiting,
             would_settle=("a second set of dumps some seconds later",),
@@ -119,9 +119,9 @@ def _latest_arrival(picture: Picture) -> Finding | None:
         group=group,
         operation=operation,
         sequence=sequence,
-        summary=f"rank {rank} came {late} after all others to {operation} #{sequence} of group "
-        f"'{group}'; the job continued before the snapshot could show why",
-        evidence=(f"rank {rank} came {late} late, and all completed the {operation}",),
+        summary=f"rank {rank} reached {operation} #{sequence} of group '{group}' {late} after "
+        f"all others; the job continued before the snapshot could show why",
+        evidence=(f"rank {rank} was {late} late, and all ranks completed the {operation}",),
         would_settle=(f"a snapshot while rank {rank} is late",),
-        next_action=f"Look at what rank {rank} did before that call; mark it by a span.",
+        next_action=f"Look at what rank {rank} did before that call; mark it with a span.",
     )

@@ -251,10 +251,10 @@ def _followed(
         message.cause,
         Confidence.POSSIBLE,
         f"{rank_list(ranks)} report{'s' if len(ranks) == 1 else ''} trouble that came from "
-        "elsewhere, and no log says from where",
+        "elsewhere, and no log shows where it began",
     )
     who = rank_list(suspects.ranks)
-    look = f"Look at how {who} ended, or at its stack if it still runs."
+    look = f"Look at how {who} ended, or at its stack if it is still running."
     return Finding(
         cause=suspects.cause,
         culprit_ranks=suspects.ranks,
@@ -341,11 +341,11 @@ def _nothing(picture: Picture) -> Finding:
         cause=Cause.UNKNOWN,
         culprit_ranks=(),
         confidence=Confidence.POSSIBLE,
-        summary=f"the logs of {rank_list(ranks)} hold no known message of a failure; a job that "
+        summary=f"the logs of {rank_list(ranks)} contain no known failure message; a job that "
         "hangs writes none",
         evidence=(f"read {picture.evidence.origin}",),
         would_settle=(_ASK_EXITS, _ASK_DUMPS),
-        next_action="If the job runs and stands still, take its ranks' stacks (py-spy dump).",
+        next_action="If the job is running without progress, dump its ranks' stacks (py-spy dump).",
     )
 
 

@@ -185,7 +185,7 @@ def _describe(
     lines = [f"{one.words(evidence)}: rank {one.peer} has posted no counterpart"]
     lines += [other.words(evidence) for other in others]
     if culprits == (one.peer,):
-        lines.append(f"rank {one.peer} answered rank {one.rank} here before, and not this time")
+        lines.append(f"rank {one.peer} answered rank {one.rank} here before, but not this time")
     return Finding(
         cause=Cause.P2P_UNMATCHED,
         culprit_ranks=culprits,

@@ -276,11 +276,11 @@ def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
             confidence=Confidence.LIKELY if short is not None else Confidence.POSSIBLE,
             group=picture.evidence.groups[message.way[0]].name,
             operation=one.call.operation,
-            summary=f"{one}, and rank {message.peer} has continued without the other side of it: "
+            summary=f"{one}, and rank {message.peer} has continued without the matching call: "
             f"they wait for each other",
             evidence=(
                 f"{one}: rank {message.peer} has posted no counterpart",
-                f"rank {message.peer} waits in turn, for what rank {message.rank} holds up",
+                f"rank {message.peer} is itself waiting for what rank {message.rank} holds up",
             ),
             scope=Scope.SHARED,
             fallout_ranks=picture.fallout(culprits),

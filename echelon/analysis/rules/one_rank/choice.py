@@ -122,17 +122,22 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
     return (f"rank {facts.rank} {activity.doing.value} ({activity.by})",)
 
 
+def _outside(facts: RankEvidence) -> str:
+    words = outside_words(facts)
+    return f"{words}, outside any collective," if words else "is outside any collective"
+
+
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
     """Infer what a rank without a record is doing from its threads' system calls."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:
-        stack += " (py-spy reads it, where it is installed and may)"
+        stack += " (py-spy can read it, if installed and permitted)"
     if rank in keeps_waiting(picture) or (picture.wait_for([rank]) and is_seen_outside(facts)):
         return Reading(
             cause=Cause.HOST_HANG,
             confidence=Confidence.LIKELY,
-            words=f"{outside_words(facts) or 'is'}, in no collective, while the others wait in one",
+            words=f"{_outside(facts)} while the others wait in one",
             evidence=tuple(lines),
             would_settle=(stack,),
         )
@@ -152,7 +157,7 @@ def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Read
         would_settle=(
             f"rank {rank}'s black box: it never opened one",
             stack,
-            "torch's flight recorder: its Gloo backend writes no dump of itself",
+            "torch's flight recorder: its Gloo backend does not write dumps on its own",
         ),
     )
 

@@ -22,13 +22,13 @@ def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
         # The root of a reduce is pending too, because it waits for the rank whose device has
         # stopped.
         is_open = wait.operation in ROOTED and len(wait.waiting) > 1
-        which = (f"which of {rank_list(wait.waiting)} is the root, and waits for the others",)
+        which = (f"which of {rank_list(wait.waiting)} is the root and is waiting for the others",)
         return Reading(
             cause=Cause.DEVICE_STUCK,
             confidence=Confidence.POSSIBLE if is_open else Confidence.LIKELY,
             words=f"is still inside {wait}, which {rank_list(wait.completed)} completed",
             evidence=(
-                f"rank {rank}: {wait} of group '{wait.group}' is pending, its peers are through",
+                f"rank {rank}: {wait} of group '{wait.group}' is pending; its peers completed it",
             ),
             would_settle=(
                 f"rank {rank}'s device errors and an event query",

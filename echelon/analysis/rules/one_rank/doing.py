@@ -54,13 +54,13 @@ def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
     first, later = activity_of(facts), read_activity(host.later_stacks)
     if first.doing is Doing.COLLECTIVE or later.doing is not Doing.COLLECTIVE:
         return None
-    at = f"; it stood at {first.line} first" if first.line else ""
+    at = f"; it was at {first.line} before" if first.line else ""
     return Reading(
         cause=Cause.STRAGGLER,
         confidence=Confidence.LIKELY,
         words=f"is slow, not stuck: {seconds(host.later_gap_s)} later it is in a collective{at}",
         frame=first.line,
-        evidence=(f"rank {facts.rank}: {later.by} at the second look", *process_lines(facts)),
+        evidence=(f"rank {facts.rank}: {later.by} in the second snapshot", *process_lines(facts)),
         would_settle=("whether the others continue: a later snapshot",),
     )
 
@@ -104,7 +104,7 @@ def named_worker(facts: RankEvidence) -> WorkerState | None:
 def _words(activity: Activity) -> str:
     at = f" at {activity.line}" if activity.line else ""
     if activity.doing is Doing.LOADING and activity.is_nested:
-        return f"loads its next batch itself and stands{at}"
+        return f"is loading its next batch itself{at}"
     called = f" (called{at})" if at else ""
     return f"{activity.doing.value}{called}"
 

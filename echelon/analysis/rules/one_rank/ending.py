@@ -47,7 +47,7 @@ def _closed(picture: Picture, facts: RankEvidence) -> Reading | None:
     if not _is_closed(facts):
         return None
     if facts.host.alive is None or facts.rank in picture.graph.wanted:
-        return _left_early(facts, "closed its recorder in an orderly way")
+        return _left_early(facts, "closed its recorder cleanly")
     since = heartbeat_age_s(facts)
     return Reading(
         cause=Cause.HOST_HANG,
@@ -58,7 +58,7 @@ def _closed(picture: Picture, facts: RankEvidence) -> Reading | None:
             *process_lines(facts),
         ),
         would_settle=("its C-level stack",),
-        action="Look for what {who} still does at exit: destructors of libraries, threads that "
+        action="Look for what {who} is still doing at exit: destructors of libraries, threads that "
         "are not daemons, a process group that was not destroyed.",
     )
 
@@ -119,8 +119,8 @@ def read_loss(picture: Picture, rank: int) -> Reading:
         words=f"is missing: {why}",
         evidence=(f"rank {rank}: {why}",),
         would_settle=(f"the record that rank {rank}'s own node kept",),
-        action="Look at the machine of {who} and its link; if its launcher lives, its run "
-        "directory there has a dump/latest of its own.",
+        action="Check the machine of {who} and its link; if its launcher is still running, its "
+        "run directory there has its own dump/latest.",
     )
 
 
@@ -140,5 +140,7 @@ def read_absence(picture: Picture, rank: int) -> Reading:
         confidence=Confidence.LIKELY if is_watched and not unreadable else Confidence.POSSIBLE,
         words=f"is missing: {left}",
         evidence=(f"rank {rank}: {left}",),
-        would_settle=(f"rank {rank}'s exit status, or its record: it may only be lost",),
+        would_settle=(
+            f"rank {rank}'s exit status, or its record, which might only be missing here",
+        ),
     )

@@ -29,8 +29,8 @@ _SPAN_WORDS = {
 }
 
 _OTHERS_BUILD = (
-    "It waits for another process to build a C++ extension. If none does, remove the file lock "
-    "below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions): a build that was killed leaves it."
+    "It waits for another process to build a C++ extension. If none does, remove the lock file "
+    "below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions): a killed build leaves it behind."
 )
 
 

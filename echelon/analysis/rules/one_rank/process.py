@@ -67,7 +67,7 @@ def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
         return None
     host = facts.host
     frame = users_line(facts)
-    at = f"; it stood at {frame} first" if frame else ""
+    at = f"; it was at {frame} before" if frame else ""
     moved = f"recorded {host.later_recorded} more events within {seconds(host.later_gap_s)}{at}"
     return Reading(
         cause=Cause.STRAGGLER,
@@ -87,10 +87,10 @@ def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
     return Reading(
         cause=Cause.STRAGGLER,
         confidence=Confidence.LIKELY,
-        words=f"is held back by its cgroup's processor limit {min(1.0, share):.0%} of the time",
+        words=f"is throttled by its cgroup's CPU limit {min(1.0, share):.0%} of the time",
         frame=users_line(facts),
         evidence=tuple(process_lines(facts)) + heartbeat_lines(facts),
-        action="Raise the processor limit of {who}'s container, or start fewer threads in it.",
+        action="Raise the CPU limit of {who}'s container, or start fewer threads in it.",
     )
 
 
@@ -166,7 +166,7 @@ def read_kernel_wait(_: Picture, facts: RankEvidence) -> Reading | None:
         return Reading(
             cause=Cause.DEVICE_STUCK,
             confidence=Confidence.LIKELY,
-            words=f"waits in a device's driver and cannot be interrupted ({channel})",
+            words=f"waits in a device driver and cannot be interrupted ({channel})",
             frame=users_line(facts),
             evidence=(line, *machine_lines(facts)),
             would_settle=(f"the log of rank {rank}'s machine (dmesg)",),

@@ -84,7 +84,8 @@ def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
     if facts.host.stacks_from != SIGNAL:
         return ()
     text = (
-        "was asked for its stacks by a signal, which ends some system calls (py-spy asks nothing)"
+        "was sent a signal to dump its stacks, which interrupts some system calls "
+        "(py-spy sends none)"
     )
     return (f"rank {facts.rank} {text}",)
 
@@ -157,6 +158,6 @@ def missing_stack(facts: RankEvidence, whose: str) -> str:
     if TRACING not in facts.host.not_permitted:
         return whose
     return (
-        f"{whose}: no permission to trace it (container: --cap-add SYS_PTRACE; other users' "
-        "processes: run as theirs; else sysctl kernel.yama.ptrace_scope=0)"
+        f"{whose}: no permission to trace it (container: --cap-add SYS_PTRACE; another "
+        "user's process: run as that user; otherwise sysctl kernel.yama.ptrace_scope=0)"
     )

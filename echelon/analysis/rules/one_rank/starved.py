@@ -34,14 +34,14 @@ def read_starvation(_: Picture, facts: RankEvidence) -> Reading | None:
         return None
     waits = host.process_state == "R" and (host.cpu_share or 0.0) < _IDLE_SHARE
     is_pressed = host.pressure.get("cpu", 0.0) >= PRESSURE
-    beats = f"Python's {seconds(python_s)} and the one that needs no lock {seconds(native_s)}"
+    beats = f"Python's by {seconds(python_s)} and the native one by {seconds(native_s)}"
     return Reading(
         cause=Cause.STRAGGLER,
         confidence=Confidence.LIKELY if waits or is_pressed else Confidence.POSSIBLE,
-        words=f"has had no processor time for {seconds(min(python_s, native_s))}",
+        words=f"has had no CPU time for {seconds(min(python_s, native_s))}",
         frame=users_line(facts),
-        evidence=(f"rank {rank}: both its heartbeats are old, {beats}", *process_lines(facts)),
-        action="Find out what takes {who}'s cores: more busy threads than cores, another job, or "
-        "a paused machine.",
+        evidence=(f"rank {rank}: both of its heartbeats are old: {beats}", *process_lines(facts)),
+        action="Find out what uses {who}'s cores: more busy threads than cores, another job, or "
+        "a paused virtual machine.",
         would_settle=() if waits or is_pressed else ("what else ran on its cores",),
     )

@@ -115,7 +115,7 @@ def _describe_odd(
         sequence=first.number,
         summary=f"rank {odd} is in {own} of group '{own.group}' while {rank_list(first.waiting)} "
         f"{'waits' if len(first.waiting) == 1 else 'wait'} for it in {first} of group "
-        f"'{first.group}': it called the two in another order than the other ranks",
+        f"'{first.group}': it called the two in a different order from the other ranks",
         evidence=(*(wait_line(wait) for wait in near[:6]), *_stands_alone(odd, ring)),
         fallout_ranks=picture.fallout((odd,)),
         would_settle=("the calls that the program makes there, in order",),

@@ -88,5 +88,5 @@ def _describe(picture: Picture, streams: Streams, late: dict[int, Head]) -> Find
         fallout_ranks=picture.fallout(ranks),
         would_settle=(f"the kernels that run on the device of {rank_list(ranks)}, and its errors",),
         next_action=f"Look at the device of {rank_list(ranks)} and at the kernels enqueued before "
-        f"{name}: one of them does not end.",
+        f"{name}: one of them does not finish.",
     )

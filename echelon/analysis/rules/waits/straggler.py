@@ -162,10 +162,10 @@ def _describe(picture: Picture, found: Laggards) -> Finding:
         confidence=sure if is_verdict else Confidence.POSSIBLE,
         group=found.group,
         summary=f"{who}{of} {was} of {found.group_size} in {found.last_share:.0%} of "
-        f"{found.num_collectives} meetings of group '{found.group}' and cost "
+        f"{found.num_collectives} collectives of group '{found.group}' and cost "
         f"{found.cost_share:.0%} of the time ({seconds(found.cost_s)})",
         evidence=(
-            f"{who} {was} in {found.last_share:.0%} of {found.num_collectives} meetings",
+            f"{who} {was} in {found.last_share:.0%} of {found.num_collectives} collectives",
             f"the others waited {seconds(found.cost_s)} for {whom}",
         ),
         fallout_ranks=others if is_verdict else (),

@@ -37,14 +37,14 @@ _ACTIONS = {
     Cause.DATA_STARVATION: "Look at {who}'s data loading{at}: its files, workers and storage.",
     Cause.STORAGE_STALL: "Look at the storage that {who} writes to{at}: space, quota, mount, load.",
     Cause.COMPILE_STALL: "Compile before the first collective, or raise the stall timeout for it.",
-    Cause.STORE_WAIT: "Find out which rank was to write the key awaited{at}.",
+    Cause.STORE_WAIT: "Find out which rank should have written the awaited key{at}.",
     Cause.HOST_HANG: "Look at {who}'s code{at}: {question}?",
     Cause.GIL_HANG: "Find the C call{at} that holds {who}'s interpreter lock; make it release it.",
     Cause.FROZEN_PROCESS: "Continue {who} (kill -CONT {pid}), or find out who stopped it.",
     Cause.DEAD_PROCESS: "See {who}'s stderr and the machine's log for how its process ended.",
-    Cause.SKIPPED_COLLECTIVE: "Give all ranks equally many batches, or let {who} go on to the end.",
+    Cause.SKIPPED_COLLECTIVE: "Give all ranks the same number of batches, or let {who} continue.",
     Cause.DEVICE_STUCK: "Look at {who}'s device (its error counters, its log); restart without it.",
-    Cause.STRAGGLER: "Find out why {who} is slow{at}; raise the stall timeout if it may be.",
+    Cause.STRAGGLER: "Find out why {who} is slow{at}; raise the stall timeout if that is expected.",
     Cause.UNKNOWN: "Take another snapshot a few seconds later.",
 }
 
@@ -113,8 +113,8 @@ def find_all_busy(picture: Picture) -> list[Finding]:
                 line for facts in list(ranks.values())[:4] for line in process_lines(facts)
             ),
             would_settle=("a span around what takes long (compile, evaluation)",),
-            next_action="If this takes so long by intent, mark it by a span or raise the stall "
-            "timeout; else look at the lines above.",
+            next_action="If this is meant to take so long, mark it with a span or raise the "
+            "stall timeout; otherwise look at the lines above.",
         )
     ]
 
@@ -233,7 +233,7 @@ def describe_sinks(
         fallout = waiting_ranks(picture)
         seen = f"{rank_list(fallout)} {'waits' if len(fallout) == 1 else 'wait'} for peers"
         summary += f"; {seen}"
-        lines.append(f"{seen}, by what the kernel shows")
+        lines.append(f"{seen}, according to the kernel")
     if wait is not None:
         summary += f"; {waiting_words(picture, ranks, wait)}"
         lines.append(wait_line(wait))
@@ -252,10 +252,10 @@ def describe_sinks(
         settles += (f"which of {who} waits for another in a send or receive: Gloo records neither",)
     alike = reading.cause is Cause.UNKNOWN and len(ranks) > 1  # nothing singles out a rank
     if alike:
-        settles += ("what sets one rank apart: nothing recorded does",)
+        settles += ("what distinguishes one rank: nothing in the record does",)
     elif not _has_contrast(picture, ranks):
         settles += (
-            "what sets one rank apart: all ranks show the same, and none waits for another",
+            "what distinguishes one rank: all ranks look the same, and none waits for another",
         )
     return Finding(
         cause=reading.cause,

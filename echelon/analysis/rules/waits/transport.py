@@ -72,7 +72,7 @@ def _world(picture: Picture) -> tuple[str, ...]:
     if not picture.evidence.is_world_inferred:
         return ()
     size = picture.evidence.world_size
-    return (f"how many ranks the job had: the dumps name no members, rank {size} may be missing",)
+    return (f"how many ranks the job had: the dumps list no members; rank {size} may be missing",)
 
 
 def _progress(wait: Wait) -> str:
@@ -124,7 +124,7 @@ def _broken(picture: Picture) -> list[Finding]:
 
 def _lives(picture: Picture) -> str:
     alive = all(facts.host.alive for facts in picture.evidence.ranks.values())
-    return " while every process lives" if alive else ""
+    return " although every process is alive" if alive else ""
 
 
 def _errors(picture: Picture) -> dict[int, str]:

@@ -75,8 +75,9 @@ MESSAGES: tuple[Message, ...] = (
     ),
     _root(
         "xid-program", Cause.EXCEPTION, r"NVRM: Xid \(PCI:[\da-fA-F:.]+\): (?:13|31|43),",
-        "A kernel of the program accessed memory that is not its own: run with "
-        "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer. The same on one device only: replace it.",
+        "A kernel of the program accessed memory that it does not own: run with "
+        "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer. If it happens on one device only, replace "
+        "that device.",
     ),
     _root("xid", Cause.DEVICE_STUCK, r"NVRM: Xid \(PCI:[\da-fA-F:.]+\): \d{1,3},", _DRIVER),
     _root(
@@ -95,7 +96,7 @@ MESSAGES: tuple[Message, ...] = (
     ),
     _root(
         "fabric-manager", Cause.DEVICE_STUCK, r"CUDA error: system not yet initialized",
-        "Start nvidia-fabricmanager on this node, in the driver's own version.",
+        "Start nvidia-fabricmanager on this node, in the version that matches the driver.",
     ),
     _root(
         "kernel-oom", Cause.OUT_OF_MEMORY,
@@ -108,8 +109,9 @@ MESSAGES: tuple[Message, ...] = (
         "device-oom", Cause.OUT_OF_MEMORY,
         r"(?i)(?:cuda|hip|xpu|npu)(?: error:| failure(?: \d+)? ')? ?out of memory"
         r"|_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|torch\.(?:cuda\.)?OutOfMemoryError",
-        "Lower the batch, the sequence or what is kept for backward; see whether this rank alone "
-        "holds more (uneven batches, an evaluation, another process on its device).",
+        "Lower the batch size, the sequence length or what is kept for the backward pass; check "
+        "whether this rank alone needs more (uneven batches, an evaluation, another process on "
+        "its device).",
     ),
     _root(
         "shared-memory", Cause.OUT_OF_MEMORY,
@@ -122,19 +124,19 @@ MESSAGES: tuple[Message, ...] = (
     _root(
         "loader-killed", Cause.OUT_OF_MEMORY,
         r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: Killed",
-        "Most often the kernel killed the worker for memory (dmesg says so): lower num_workers, "
-        "prefetch_factor or what each worker holds.",
+        "Most often, the kernel killed the worker because memory ran out (see dmesg): lower "
+        "num_workers, prefetch_factor or what each worker holds.",
     ),
     _root(
         "loader-died", Cause.EXCEPTION,
         r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal|exited unexpectedly)",
-        "Run the loader with num_workers=0 to see what its worker dies of.",
+        "Run the loader with num_workers=0 to see why its worker dies.",
     ),
     _root(
         "illegal-access", Cause.EXCEPTION,
         r"(?:CUDA|HIP) error: (?:an illegal memory access|device-side assert|unspecified launch "
         r"failure|misaligned address)|Memory access fault by GPU node",
-        "Run with CUDA_LAUNCH_BLOCKING=1 (AMD_SERIALIZE_KERNEL=3): then the traceback shows the "
+        "Run with CUDA_LAUNCH_BLOCKING=1 (AMD_SERIALIZE_KERNEL=3): the traceback then shows the "
         "kernel. A label out of range is the usual cause of a device-side assert.",
     ),
     _root(
@@ -146,14 +148,15 @@ MESSAGES: tuple[Message, ...] = (
         "no-such-device", Cause.EXCEPTION,
         r"(?:CUDA|HIP) error: invalid device ordinal|No CUDA GPUs are available"
         r"|no (?:CUDA|HIP|ROCm)-capable device",
-        "The rank sees fewer devices than it was told: check CUDA_VISIBLE_DEVICES and the "
+        "The rank sees fewer devices than expected: check CUDA_VISIBLE_DEVICES and the "
         "scheduler's request.",
     ),
     _root(
         "driver-version", Cause.EXCEPTION,
         r"driver version is insufficient|NVIDIA driver on your system is too old"
         r"|no kernel image is available for execution",
-        "The build does not fit this node's driver or device: install one that does, on all nodes.",
+        "This build does not match this node's driver or device: install a matching build on all "
+        "nodes.",
     ),
     _root(
         "mismatch", Cause.OP_MISMATCH,
@@ -204,7 +207,7 @@ MESSAGES: tuple[Message, ...] = (
     _root(
         "node-failure", Cause.DEAD_PROCESS,
         r"DUE TO NODE \S{0,255} ?FAILURE|srun: error: Node failure on",
-        "The scheduler lost a node: take it out, and look at its console.",
+        "The scheduler lost a node: exclude it, and check its console.",
     ),
     _root(
         "scheduler", Cause.DEAD_PROCESS,
@@ -256,13 +259,13 @@ MESSAGES: tuple[Message, ...] = (
     _follows(
         "store-timeout", Cause.STORE_WAIT,
         r"wait timeout after \d+ms|StoreTimeoutError|DistStoreError",
-        "Find the rank that was to write the key.",
+        "Find the rank that should have written the key.",
     ),
     _follows(
         "terminated", Cause.DEAD_PROCESS,
         r"Received Signals\.SIGTERM|SignalException: Process \d+ got signal|Sending process \d+ "
         r"closing signal SIGTERM",
-        "The launcher ended this rank because another one had failed.",
+        "The launcher ended this rank because another rank had failed.",
     ),
 )  # fmt: skip
 
