@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Tokenize text once, into memory-mapped shards for echelon.tokens.TokenLoader.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
         "files",
         type=Path,
@@ -144,8 +144,12 @@ def _parser() -> argparse.ArgumentParser:
         help="text (one document per file) or .jsonl (one per line); .gz is unpacked",
     )
     parser.add_argument("--dataset", metavar="NAME", help="a Hugging Face data set, or its folder")
-    parser.add_argument("--split", default="train", help="of the data set")
-    parser.add_argument("--field", default="text", help="of .jsonl lines and data sets")
+    parser.add_argument("--split", default="train", help="split of the data set")
+    parser.add_argument(
+        "--field",
+        default="text",
+        help="field that contains the text, in .jsonl lines and data sets",
+    )
     parser.add_argument(
         "--tokenizer",
         default="bytes",

@@ -49,23 +49,34 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("file", type=Path)
     find = commands.add_parser("search", help="find the best schedule for costs and a memory limit")
     _add_sizes(find)
-    find.add_argument("--max-chunks", type=int, default=4, help="most stages per rank")
-    find.add_argument("--overhead", type=float, default=0.0, help="of every action")
-    find.add_argument("--activation-bytes", type=float, default=0.0, help="of a share, for a batch")
-    find.add_argument("--message-bytes", type=float, default=0.0, help="of a batch")
-    find.add_argument("--bandwidth", type=float, default=float("inf"), help="bytes a unit of time")
-    find.add_argument("--memory-bytes", type=float, default=float("inf"), help="limit of a rank")
+    find.add_argument("--max-chunks", type=int, default=4, help="maximum number of stages per rank")
+    find.add_argument("--overhead", type=float, default=0.0, help="time added to each action")
+    find.add_argument(
+        "--activation-bytes",
+        type=float,
+        default=0.0,
+        help="activations of a rank's share of the model, for one micro-batch",
+    )
+    find.add_argument(
+        "--message-bytes", type=float, default=0.0, help="size of a message for one micro-batch"
+    )
+    find.add_argument(
+        "--bandwidth", type=float, default=float("inf"), help="bytes per unit of time"
+    )
+    find.add_argument(
+        "--memory-bytes", type=float, default=float("inf"), help="memory limit per rank"
+    )
     return parser
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--ranks", type=int, default=4)
     parser.add_argument("-m", "--microbatches", type=int, default=8)
-    whole = "of a rank's whole share"
-    parser.add_argument("--forward", type=float, default=1.0, help=f"time {whole}")
-    parser.add_argument("--input-grad", type=float, default=1.0, help=f"time {whole}")
-    parser.add_argument("--weight-grad", type=float, default=1.0, help=f"time {whole}")
-    parser.add_argument("--latency", type=float, default=0.0, help="of a message")
+    share = "for a rank's share of the model"
+    parser.add_argument("--forward", type=float, default=1.0, help=f"time {share}")
+    parser.add_argument("--input-grad", type=float, default=1.0, help=f"time {share}")
+    parser.add_argument("--weight-grad", type=float, default=1.0, help=f"time {share}")
+    parser.add_argument("--latency", type=float, default=0.0, help="time added to each message")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(err))
     add_pairwise_options(parser.add_argument_group("links"), Defaults(os.environ))
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object in place of lines"
+        "--json", action="store_true", help="print one JSON object instead of lines"
     )
     args = parser.parse_args([dashes(text) for text in argv])
     pairwise = Pairwise(args) if args.pairwise else None

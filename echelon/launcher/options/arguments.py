@@ -102,17 +102,18 @@ def _add_failure_options(job: argparse._ArgumentGroup, default: Defaults) -> Non
         "--restart-policy",
         choices=("smart", "always", "never"),
         default=default("restart_policy", "smart"),
-        help="smart: restart if, by the verdict, a restart can help, otherwise stop (default); "
-        "always: restart after each failure, as torchrun does; never: like --max-restarts 0",
+        help="smart: restart if, according to the verdict, a restart can help, otherwise stop "
+        "(default); always: restart after each failure, as torchrun does; never: like "
+        "--max-restarts 0",
     )
     job.add_argument(
         "--on-loss",
         choices=("end", "shrink", "replace"),
         default=default("on_loss", "end"),
-        help="end: a rank that dies ends the attempt (default); shrink: where all ranks train by "
-        "echelon.dist.resilient.run, those that are left repeat the step and continue; replace: "
-        "the same, and a new process joins them in the lost rank's place, from a standby if one "
-        "is ready, as do the ranks of a late node",
+        help="end: a rank that dies ends the attempt (default); shrink: if all ranks train with "
+        "echelon.dist.resilient.run, the remaining ranks repeat the step and continue; replace: "
+        "the same, and a new process takes the lost rank's place, from a standby if one is ready; "
+        "the ranks of a node that connects late join, too",
     )
     job.add_argument(
         "--max-replacements",
@@ -126,7 +127,7 @@ def _add_failure_options(job: argparse._ArgumentGroup, default: Defaults) -> Non
         type=positive,
         default=default("min_ranks", "1"),
         metavar="N",
-        help="with --on-loss shrink or replace: end the attempt where fewer ranks are left "
+        help="with --on-loss shrink or replace: end the attempt if fewer ranks are left "
         "(default 1)",
     )
     job.add_argument(

@@ -60,28 +60,41 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m echelon.train.models", description=__doc__.partition("\n")[0]
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("show", help="the model that a folder's config.json describes")
-    export = commands.add_parser("export", help="a checkpoint's model as a folder of transformers")
-    export.add_argument("checkpoint", type=Path, help="its folder, or one version in it")
-    load = commands.add_parser("import", help="a folder of transformers as a checkpoint")
+    show = commands.add_parser("show", help="show the model that a config.json describes")
+    export = commands.add_parser(
+        "export", help="write a checkpoint's model as a transformers folder"
+    )
+    export.add_argument(
+        "checkpoint", type=Path, help="the checkpoint's folder, or one version in it"
+    )
+    load = commands.add_parser("import", help="write a transformers folder as a checkpoint")
     for command in (show, export, load):
-        command.add_argument("folder", type=Path, help="with config.json and safetensors")
+        command.add_argument(
+            "folder", type=Path, help="a folder with config.json and safetensors files"
+        )
         command.add_argument(
             "--ignore", metavar="KEY", action="append", default=[],
-            help="a key of config.json that is unknown here and does not matter",
+            help="an unknown key of config.json that has no effect on the model",
         )  # fmt: skip
-    load.add_argument("checkpoint", type=Path, help="its folder")
-    load.add_argument("--key", default="model", help="the module's entry (model)")
-    load.add_argument("--dtype", choices=_DTYPES, help="of the weights (float32)")
-    export.add_argument("--key", help="the module's entry, if there are several modules")
-    export.add_argument("--dtype", choices=_DTYPES, help="to store; as saved if not given")
+    load.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
+    load.add_argument(
+        "--key", default="model", help="the module's entry in the checkpoint (default: model)"
+    )
+    load.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: float32)")
+    export.add_argument("--key", help="the module's entry, if the checkpoint has several modules")
+    export.add_argument("--dtype", choices=_DTYPES, help="dtype to store (default: as saved)")
     export.add_argument("--max-piece-bytes", type=int, default=MAX_PIECE_BYTES)
     origin = export.add_mutually_exclusive_group()
     origin.add_argument(
         "--like", type=Path, metavar="FOLDER",
-        help="a folder of transformers with the model's config and token ids",
+        help="a transformers folder from which to take the config and token IDs",
     )  # fmt: skip
-    origin.add_argument("--config", type=Path, metavar="FILE", help="JSON of config.to_dict()")
+    origin.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a JSON file with the output of config.to_dict()",
+    )
     return parser
 
 
