@@ -166,5 +166,5 @@ class NcclCommunicator:
         self._communicator.abort()
 
     def destroy(self) -> None:
-        """Free the communicator; can block until the other members on this host also free theirs."""
+        """Free the communicator; can block until the members on this host have freed theirs."""
         self._communicator.destroy()

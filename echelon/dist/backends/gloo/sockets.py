@@ -91,7 +91,7 @@ class Sockets:
         return str(found[0]), int(found[1])
 
     def introduce(self, addresses: list[Address], secret: bytes) -> None:
-        """Set the addresses of all ranks, and the group's secret, which is SECRET_BYTES bytes long."""
+        """Set the addresses of all ranks, and the group's secret (SECRET_BYTES bytes)."""
         self._addresses = addresses
         self._secret = secret
 

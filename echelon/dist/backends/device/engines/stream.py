@@ -331,7 +331,7 @@ class StreamEngine:
         return self._store.get("unique_id")
 
     def _fly(self) -> bool:
-        """Drop operations that are over from the front of the queue; return whether any remain."""
+        """Drop completed operations from the front of the queue; return whether any remain."""
         with self._lock:
             while self._flying and self._flying[0].is_over:
                 self._flying.popleft()
