@@ -168,7 +168,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Reduce this rank's shard of the chunk into this rank's slot, then copy every rank's shard."""
+        """Reduce this rank's shard into its own slot, then copy every rank's shard."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(
@@ -257,7 +257,7 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Check that each rank sends as much as its peers expect; return the group's largest split."""
+        """Check that each rank sends as much as its peers expect; return the largest of all splits."""
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T

@@ -33,7 +33,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """Set up the streams; `gone` returns the peers that have ended, with the reason for each."""
+        """Set up the streams; `gone` returns the peers that have ended, each with the reason."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank
@@ -73,7 +73,7 @@ class Rings:
         return free
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Copy as much of a peer's data as fits into the buffer; return the number of bytes copied."""
+        """Copy as much of a peer's data as fits into the buffer; return the byte count."""
         if peer in self._dropped:
             return 0
         ring = self._segment.ring(peer, self._rank)

@@ -89,8 +89,8 @@ class Choice:
 
     Attributes:
         version: the newest state for which survivors hold copies of all shards.
-        holders: for each set of ranks that hold the same shards, one rank of the set, mapped to a
-            survivor that can read this rank's copy. Without replicas, each rank of the state's
+        holders: one rank from each set of ranks that hold the same shards, mapped to a survivor
+            that can read this rank's copy. Without replicas, each rank of the state's
             epoch is a set of its own.
     """
 

@@ -6,7 +6,7 @@ thread before the optimizer writes, and before the step ends.
 
 The background thread stamps a copy only after the training thread has decided that the source is
 unchanged. torch increments a tensor's version only after a write, so a write in progress would go
-unnoticed. The training thread therefore decides between two of its operations.
+unnoticed. The training thread therefore makes this decision between two of its operations.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Copying:
             raise self._late(timeout_s)
 
     def wait_until_stamped(self, timeout_s: float) -> None:
-        """Wait until the thread has stamped the copy or left it void; ignore the thread's error.
+        """Wait until the thread has stamped or discarded the copy; ignore the thread's error.
 
         Raises:
             CollectiveError: the thread has done neither after `timeout_s` seconds.

@@ -194,7 +194,7 @@ class ShardsRestore:
 
     @torch.no_grad()
     def add(self, vector: torch.Tensor) -> Index:
-        """Copy the elements that this rank needs from a buffer; return the buffer's index."""
+        """Read a buffer, copying the elements that this rank needs; return the buffer's index."""
         reader = ShardsReader(vector)
         index = reader.index
         for name, keys in index.keys.items():
