@@ -257,7 +257,7 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Check that each rank sends as much as its peers expect; return the largest of all splits."""
+        """Check that ranks send as much as their peers expect; return the largest of all splits."""
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T

@@ -99,7 +99,7 @@ class WorldCopies:
         return self._readable[-1]
 
     def _open(self) -> None:
-        """Open the other ranks' memory segments that this rank can map. Collective."""
+        """Open the memory segments of the other ranks at this rank's place. Collective."""
         told = [
             (one.owner, [asdict(memory.address) for memory in one.memories])
             for one in self._readable
