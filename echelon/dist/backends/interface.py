@@ -15,7 +15,7 @@ exception.
 |---|---|
 | an error from `errors.mismatch` | the engine compared the ranks' calls, and they differ |
 | an error from `errors.build` | the engine itself determined which ranks are late or dead |
-| `EndedElsewhere` | an operation elsewhere ended this one; the error there can be more precise |
+| `EndedElsewhere` | another rank's operation ended this one; its error can be more precise |
 | `ConnectionBroken` | a connection broke; the group determines which rank is dead |
 | `Refused` | all ranks refuse the operation in the same way; the group remains usable |
 | an exception from `watch.check()` | the group ended, or the operation's deadline passed |

@@ -59,7 +59,7 @@ class Level:
     ) -> None:
         """Carry out one step of the whole group's operation among this level's members.
 
-        The step's dtype, reduction and root can differ from those of `like`, the operation.
+        `like` is the whole group's operation; the step uses its dtype unless `dtype` is given.
         """
         shown = source if source is not None else target
         shape = None if shown is None else (len(shown),)

@@ -134,7 +134,7 @@ class Router:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Batch the operations in a `with` block if the engine that carries them out can do so."""
+        """Batch the operations in a `with` block if their engine supports batching."""
         with contextlib.ExitStack() as stack:
             for engine in self._all():
                 stack.enter_context(engine.batch())

@@ -239,7 +239,7 @@ class CopiedState(ABC):
         self._check_unchanged(timeout_s)
 
     def _decide_early(self, *_: object) -> None:
-        """Decide whether a copy is void once it has been read. Called between two operations."""
+        """Decide whether the copy is void, if this is due. Called between two operations of a step."""
         copying, writer = self._copying, self._writer
         if copying is None or writer is None or not copying.is_here or not copying.needs_decision:
             return

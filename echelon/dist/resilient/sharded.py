@@ -36,7 +36,8 @@ class ShardedState(CopiedState):
     Args:
         model: the model.
         optimizer: the optimizer of the model's parameters.
-        also: other objects whose state the steps change, and must be identical on all ranks.
+        also: other objects whose state the steps change. Their state must be identical on all
+            ranks.
         replicas: determines the number of replicas of the model in each world. None means the
             highest number, up to the current number, that divides the number of ranks.
     """

@@ -45,7 +45,7 @@ class DeviceRuntime:
             job()
 
     def empty_like(self, tensor: Any, length: int, stream: Any) -> Any:
-        """Return an uninitialized flat tensor of the same dtype, allocated on `stream`."""
+        """Return an uninitialized flat tensor with the dtype of `tensor`, allocated on `stream`."""
         with self.accelerator.stream(stream):
             return tensor.new_empty(length)
 

@@ -68,7 +68,7 @@ class Words(Protocol):
     words: memoryview[int]
 
     def address(self, word: int) -> int:
-        """Return a word's address in the address space of this process."""
+        """Return a word's address in this process's address space."""
 
 
 def publish(shared: Words, word: int, value: int, wakes: bool) -> None:

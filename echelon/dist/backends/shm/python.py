@@ -168,7 +168,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Reduce this rank's shard into its own slot, then copy every rank's shard."""
+        """Reduce this rank's shard of a chunk into its own slot, then copy every rank's shard."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(
@@ -407,7 +407,7 @@ def _array(data: Flat | None) -> Flat:
 
 
 def _chunks(length: int, per_chunk: int) -> range:
-    """Return the start index of each chunk of `length` elements; empty data forms one chunk."""
+    """Return the start indices of the chunks; empty data forms one chunk."""
     return range(0, max(length, 1), per_chunk)
 
 

@@ -73,7 +73,7 @@ class Rings:
         return free
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Copy as much of a peer's data as fits into the buffer; return the byte count."""
+        """Copy as much of a peer's data as fits into `view`; return the number of bytes copied."""
         if peer in self._dropped:
             return 0
         ring = self._segment.ring(peer, self._rank)

@@ -49,7 +49,7 @@ class Segment:
         self._address = self._bytes.ctypes.data
 
     def address(self, word: int) -> int:
-        """Return a shared word's address in the address space of this process."""
+        """Return a shared word's address in this process's address space."""
         return self._address + 4 * word
 
     def bell_word(self, rank: int) -> int:

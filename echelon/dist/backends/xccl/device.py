@@ -1,7 +1,7 @@
 """Run oneCCL on Intel GPUs, with arrays on "xpu" and torch.xpu's streams.
 
-See `device/engines/stream.py` for how operations are executed. This module was written based
-on oneCCL's header and has never run on an Intel GPU. The tests use a fake device, and check that
+See `device/engines/stream.py` for how operations are executed. This module is based on
+oneCCL's header and has never run on an Intel GPU. The tests use a fake device, and check that
 each call matches its declaration in the header.
 
 oneCCL cannot abort operations. If an operation never completes, its stream and arrays are retained
@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Make the library calls in a `with` block as one oneCCL group.
+    """Combine the library calls in a `with` block into one oneCCL group.
 
     If the block raises an exception, errors from `onecclGroupEnd` are ignored.
     """

@@ -90,8 +90,8 @@ class Choice:
     Attributes:
         version: the newest state for which survivors hold copies of all shards.
         holders: one rank from each set of ranks that hold the same shards, mapped to a survivor
-            that can read this rank's copy. Without replicas, each rank of the state's
-            epoch is a set of its own.
+            that can read this rank's copy. Without replicas, each rank of the state's epoch is a
+            set of its own.
     """
 
     version: Version

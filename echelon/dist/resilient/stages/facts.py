@@ -62,8 +62,7 @@ class Facts:
         """Apply the settings to the stages and the optimizer of a new world.
 
         Raises:
-            ValueError: one of the optimizer's parameter groups contains parameters whose recorded settings
-                differ.
+            ValueError: a parameter group contains parameters whose recorded settings differ.
         """
         stages = setup.pipe.stages
         for name, module in named_modules(stages):

@@ -47,8 +47,8 @@ class Layout:
     Args:
         rows: for each rank, its parts, by tensor name.
         ranks: the number that the launcher gave to each rank.
-        stages: the indices of each rank's stages, including stages without tensors. None
-            means only the stages to which the rank's parts belong.
+        stages: the indices of each rank's stages, including stages without tensors. None means
+            only the stages to which the rank's parts belong.
 
     Attributes:
         sets: sets of ranks, by position in `rows`, that hold the same parts of the same stages.

@@ -146,7 +146,7 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def abort(self, wait_s: float) -> bool:
-        """Abort the lane's operations; return whether it was freed within `wait_s` seconds."""
+        """Abort the lane; return whether its communicator was freed within `wait_s` seconds."""
         self._is_over = True
         return self._handle is None or self._handle.abort(wait_s)
 
