@@ -239,7 +239,7 @@ class CopiedState(ABC):
         self._check_unchanged(timeout_s)
 
     def _decide_early(self, *_: object) -> None:
-        """Decide whether the copy is void, if this is due. Called between two operations of a step."""
+        """If a copy awaits its decision, decide whether it is void. Called between two operations."""
         copying, writer = self._copying, self._writer
         if copying is None or writer is None or not copying.is_here or not copying.needs_decision:
             return
@@ -327,7 +327,7 @@ def _calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def _hooked_first(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     """Register a step pre-hook that runs before the program's own pre-hooks.
 
-    The program's pre-hooks can write to the state.
+    The order matters, because the program's pre-hooks can write to the state.
     """
     handle = optimizer.register_step_pre_hook(hook)
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, which torch does not say

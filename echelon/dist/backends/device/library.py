@@ -56,7 +56,7 @@ class Communicator(Protocol):
 
 
 class DeviceLibrary(DeviceRuntime, ABC):
-    """A library of collectives on one kind of device.
+    """A collectives library for one kind of device.
 
     Attributes:
         name: the name of the backend.

@@ -2,9 +2,9 @@
 
     all_reduce of float32/64, int32/64     Gloo's own ring, except for rank-ordered sums and for min
                                            and max of floats (which can lose a NaN)
-    other sums                             all_to_all of shards, summed here in rank order with
+    other sums                             all_to_all of shards, summed locally in rank order with
                                            float32 accumulation, then all_gather: 2 n bytes per rank
-    reduce_scatter                         all_to_all of shards, summed here: n bytes per rank
+    reduce_scatter                         all_to_all of shards, summed locally: n bytes per rank
                                            (Gloo's version performs a full all_reduce)
     reduce                                 reduce_scatter, then gather
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`

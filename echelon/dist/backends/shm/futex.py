@@ -49,7 +49,7 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all sleepers on the u32 at `address`, after a full memory barrier in the kernel."""
+    """Wake all threads that sleep on the u32 at `address`, after a full barrier in the kernel."""
     assert _syscall is not None
     _syscall(
         ctypes.c_long(_number),

@@ -3,7 +3,7 @@
 all_reduce, all_gather, reduce_scatter, broadcast and all_to_all are oneCCL's own collectives. The
 other operations are built as follows:
 
-    dtypes and reductions that oneCCL lacks  all_gather, then a reduction on each rank in rank order
+    dtypes and reductions that oneCCL lacks  all_gather, then a local reduction in rank order
     reduce, gather                           all_reduce, all_gather into the engine's own memory
     scatter                                  broadcast; each rank keeps its shard
     all_to_all with splits                   all_to_all of splits padded to the longest

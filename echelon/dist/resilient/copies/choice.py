@@ -1,9 +1,9 @@
 """Decide where copies are stored, and which copies are restored after a loss.
 
-Two ranks are at the same place if they can map each other's memory, which means that they run on
-one host in one PID namespace. A copy in shared memory exists until the last rank at that place has
-ended. A second copy, at another place, protects against the loss of a whole place. If there are
-several machines, the second copy is stored on another machine.
+Two ranks are at the same place if they run on one host, in the same PID namespace and the same
+network namespace; they can then map each other's memory. A copy in shared memory exists until the
+last rank at its place has ended. A second copy, at another place, protects against the loss of a
+whole place. If there are several machines, the second copy is stored on another machine.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class WorldCopies:
     def begin(self, writer: ShardsWriter, step: int) -> Copying:
         """Begin a copy by writing the state that can change after the next step begins.
 
-        The returned object writes the rest of the state. If some ranks cannot map each other's
-        memory, it also exchanges copies with the partner ranks.
+        The returned object writes the rest of the state, and exchanges copies with the partner
+        ranks if some ranks cannot map each other's memory.
 
         Raises:
             OSError: the host has no memory left.
@@ -222,7 +222,7 @@ class WorldCopies:
                         yield Offer(stamp.version, stamp.owner)
 
     def find(self, version: Version, owner: int) -> CopyMemory | None:
-        """Return the memory segment with a given copy, or None if this process cannot read it."""
+        """Return the memory segment that holds a copy, or None if this process cannot read it."""
         for held in self._readable:
             for memory in held.memories:
                 stamp = memory.stamp

@@ -8,7 +8,7 @@ copy is void, the previous one. A step is therefore committed at least one step 
 replicated model, and `CopiedState` stores the states of two steps.
 
 [Note: joining a copied model] When ranks end a step to let other ranks join, they complete the
-copies of its result before the rendezvous. The state at the end of the step is therefore the newest
+copies of the step's result before the rendezvous. The state at the end of the step is therefore the newest
 state with copies of all parts. No work is repeated, and the step is committed in the new world. A
 joining rank first receives all state except its parts, and then restores its parts from the copies
 like any other rank. It counts as a newcomer until all copies of the new world are complete. If

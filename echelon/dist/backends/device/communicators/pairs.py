@@ -31,7 +31,7 @@ _MESSAGE = "message"  # all messages of a lane use one connection
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The name of a lane, with its sender and receiver as group ranks."""
+    """The identity of a lane: its name, and the group ranks of its sender and its receiver."""
 
     sender: int
     receiver: int
@@ -125,7 +125,7 @@ class Lane:
     def open(
         self, opened: Callable[[BaseException | None], None], check: Callable[[], None]
     ) -> None:
-        """Start connecting the lane without blocking, unless a message has already done so.
+        """Start connecting the lane without blocking, unless a message has already started it.
 
         Args:
             opened: a function that is called once, on any thread, with None on success or the error
