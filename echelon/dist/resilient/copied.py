@@ -239,7 +239,7 @@ class CopiedState(ABC):
         self._check_unchanged(timeout_s)
 
     def _decide_early(self, *_: object) -> None:
-        """If a copy awaits its decision, decide whether it is void. Called between two operations."""
+        """Decide whether the copy is void if its source has been read. Called between operations."""
         copying, writer = self._copying, self._writer
         if copying is None or writer is None or not copying.is_here or not copying.needs_decision:
             return

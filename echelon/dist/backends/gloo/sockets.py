@@ -125,7 +125,7 @@ class Sockets:
                 one.close()
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until a connection is ready or the timeout expires; return the peers to read from."""
+        """Block until a connection is ready or the timeout expires; return the peers with data."""
         readable = []
         if self._ending:
             timeout_s = min(timeout_s, _READ_ON_S / 4)

@@ -66,7 +66,7 @@ class Copying:
 
     @property
     def needs_decision(self) -> bool:
-        """True if the thread has finished reading this rank's state, but `decide` has not been called."""
+        """True if the thread has read this rank's state, but `decide` has not been called yet."""
         return self._has_copied.is_set() and not self._is_decided.is_set()
 
     def start(self) -> bool:

@@ -6,10 +6,9 @@ buffer:
     length of the index, 8 bytes | index | padding | the index's tensors | ranges of elements
 
 Tensors and ranges are aligned to 64 bytes. The ranges that `ShardsWriter.write_rest` writes are at
-the end. For each part, the index lists one range of the part's elements, and
-one range for each tensor of the optimizer's state that is sharded in the same way as the part. Each
-rank restores its elements from the ranges that contain them, so the parts can be restored on any
-number of ranks.
+the end. For each part, the index lists one range of the part's elements, and one range for each
+tensor of the optimizer's state that is sharded in the same way as the part. Each rank restores its
+elements from the ranges that contain them, so the parts can be restored on any number of ranks.
 """
 
 from __future__ import annotations
