@@ -239,7 +239,10 @@ class CopiedState(ABC):
         self._check_unchanged(timeout_s)
 
     def _decide_early(self, *_: object) -> None:
-        """Decide whether the copy is void if its source has been read. Called between operations."""
+        """Decide whether the copy is void, if the thread has read its source.
+
+        Called between two operations of a step.
+        """
         copying, writer = self._copying, self._writer
         if copying is None or writer is None or not copying.is_here or not copying.needs_decision:
             return

@@ -319,7 +319,11 @@ class Training(Generic[_T]):
         return {"kept": self._kept, "finished": self._finished}
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:  # noqa: ARG002 -- of sharded models
-        """Roll back to a step that all ranks can restore; return it and the number to repeat."""
+        """Roll back to a step that all ranks can restore.
+
+        Returns:
+            That step, and the number of steps to repeat.
+        """
         held = [row for row in rows if not is_newcomer(row)]
         target = min(int(row["finished"]) for row in held)
         repeats = int(any(row["kept"] == target for row in held) and target < self._total)
