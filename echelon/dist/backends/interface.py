@@ -15,7 +15,7 @@ exception.
 |---|---|
 | an error from `errors.mismatch` | the engine compared the ranks' calls, and they differ |
 | an error from `errors.build` | the engine itself determined which ranks are late or dead |
-| `EndedElsewhere` | another operation ended this one; the other rank's error can be more precise |
+| `EndedElsewhere` | another rank's operation ended this one; its error can be more precise |
 | `ConnectionBroken` | a connection broke; the group determines which rank is dead |
 | `Refused` | all ranks refuse the operation in the same way; the group remains usable |
 | an exception from `watch.check()` | the group ended, or the operation's deadline passed |
@@ -39,7 +39,7 @@ CHECK_EVERY_S = 0.1  # the longest time between two calls of `Watch.check` in a 
 
 
 class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user sees
-    """Raised when a connection of the engine breaks, or the rank at the other end closes it.
+    """Raised when one of the engine's connections breaks or is closed by the rank at the other end.
 
     Attributes:
         peer: the group rank at the other end; None if the engine's library does not report it.
@@ -117,7 +117,7 @@ class Watch(Protocol):
     deadline_s: float
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise an error if this operation must end.
+        """Raise an error if this operation must be aborted.
 
         Engines call this at least every `CHECK_EVERY_S` seconds while they wait.
 
@@ -188,7 +188,7 @@ class Engine(Protocol):
         """True if a signal handler is allowed to nest collectives of the group."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return the reason the engine refuses a kind of operation, or "" if it does not.
+        """Return the reason the engine refuses a kind of operation, or "" if it accepts it.
 
         Never blocks.
         """

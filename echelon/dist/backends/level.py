@@ -23,7 +23,7 @@ class LevelWatch:
         self.deadline_s = watch.deadline_s
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise an error if the operation must end; see `interface.Watch.check`."""
+        """Raise an error if the operation must be aborted; see `interface.Watch.check`."""
         if needed is None:
             self._watch.check(None)
         else:
@@ -57,9 +57,9 @@ class Level:
         reduce_op: str = "",
         root: int = -1,
     ) -> None:
-        """Carry out one step of the operation `like` among this level's members.
+        """Carry out one step of the whole group's operation among this level's members.
 
-        The step can use a dtype that differs from the operation's dtype.
+        `like` is the whole group's operation; the step uses its dtype unless `dtype` is given.
         """
         shown = source if source is not None else target
         shape = None if shown is None else (len(shown),)

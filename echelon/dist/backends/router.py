@@ -88,7 +88,7 @@ class Router:
         return self._engines.get(device)
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return the reason the host engine refuses a kind of operation, or "" if it does not."""
+        """Return the reason the host engine refuses a kind of operation, or "" if it accepts it."""
         engine = self._messages if kind in ("send", "recv") else self._host
         return engine.refuses(kind, dtype, reduce_op)
 
@@ -127,21 +127,21 @@ class Router:
         self._engine(operation, watch).execute(operation, watch)
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
-        """Start one operation. A device's first operation blocks until all ranks have issued it."""
+        """Start one operation. The first one on a device blocks until all ranks have issued it."""
         if operation.kind == OPEN and operation.device == self.device:
             return DonePending()  # messages of the host need no connection of their own
         return self._engine(operation, watch).submit(operation, watch)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Batch the operations of a `with` block, in the engines that support batching."""
+        """Batch the operations in a `with` block if their engine supports batching."""
         with contextlib.ExitStack() as stack:
             for engine in self._all():
                 stack.enter_context(engine.batch())
             yield
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Stop all operations in every engine."""
+        """Abort all operations in every engine."""
         self._cut_for.append(reason)
         for engine in self._all():
             engine.cut(reason)

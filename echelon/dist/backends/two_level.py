@@ -152,7 +152,7 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Stop both levels. The stop is graceful only if no collective is running."""
+        """Cut both levels. A close is treated as a failure if a collective is still running."""
         if reason is None and not self._serial.is_idle:
             reason = build.closed(self._members, Operation("close", 0))
         for engine in self._engines():
@@ -215,7 +215,7 @@ class TwoLevelEngine(HostEngine):
         """Compare the ranks' calls within the host, and start comparing them between hosts.
 
         The returned function completes the comparison. The caller's arrays must not be modified
-        before this function has returned.
+        before the returned function has completed.
         """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")

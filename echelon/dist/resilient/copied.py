@@ -23,9 +23,9 @@ any rank is void, the next copies overwrite the newest ones on all ranks, and th
 previous step are retained.
 
 After a void copy, a rank no longer copies while a step computes. It still exchanges copies on the
-background thread. Otherwise, the rank could deadlock with its partner: the partner might not send
-its own copy until an event of its forward pass, and might be waiting for this rank before that
-event.
+background thread. If the training thread exchanged them, the rank could deadlock with its partner:
+the partner might not send its own copy until it reaches an event in its forward pass, and might be
+waiting for this rank before that event.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def _sets(self, group: ProcessGroup) -> Sets:
-        """Return the ranks of a group, divided into sets that hold the same parts of the model."""
+        """Divide the ranks of a group into sets whose ranks hold the same parts of the model."""
 
     @abstractmethod
     def _make_writer(self) -> ShardsWriter:
@@ -86,7 +86,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def _keep_rest(self, turn: int) -> None:
-        """Copy all state except the parts of the model into slot `turn` (0 or 1).
+        """Copy all state that `_make_writer` does not cover into slot `turn` (0 or 1).
 
         The slots are in this rank's own memory.
         """
@@ -129,7 +129,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Adopt the result of `contents` on another rank. Local.
+        """Adopt the state that `contents` returned on another rank. Local.
 
         Args:
             step: the step at whose start the other rank stored this state.
@@ -239,7 +239,10 @@ class CopiedState(ABC):
         self._check_unchanged(timeout_s)
 
     def _decide_early(self, *_: object) -> None:
-        """Decide whether a complete copy is void. Called between two operations of a step."""
+        """Decide whether the copy is void, if the thread has read its source.
+
+        Called between two operations of a step.
+        """
         copying, writer = self._copying, self._writer
         if copying is None or writer is None or not copying.is_here or not copying.needs_decision:
             return
@@ -295,7 +298,7 @@ class CopiedState(ABC):
         }
 
     def close(self) -> None:
-        """Stop copying, and remove the hooks of the optimizer and the modules. Idempotent."""
+        """Stop copying, and remove the hooks from the optimizer and the modules. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -327,7 +330,7 @@ def _calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def _hooked_first(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     """Register a step pre-hook that runs before the program's own pre-hooks.
 
-    The program's pre-hooks can write to the state.
+    The order matters, because the program's pre-hooks can write to the state.
     """
     handle = optimizer.register_step_pre_hook(hook)
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, which torch does not say

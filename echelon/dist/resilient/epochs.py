@@ -7,7 +7,7 @@ newer epoch.
 
 A rank that is computing, or is waiting for an unresponsive host, does not detect a loss by itself.
 A background thread (`News`) therefore waits for each new epoch and passes it to a callback, which
-ends the groups of the old world.
+aborts the groups of the old world after a loss.
 """
 
 from __future__ import annotations

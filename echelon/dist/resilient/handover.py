@@ -39,7 +39,7 @@ def send_state(group: ProcessGroup, peer: int, contents: Callable[[], dict[str, 
 
     Args:
         group: the world that the rank joins.
-        peer: the rank, as numbered within the group.
+        peer: the joining rank, as numbered within the group.
         contents: a function that returns the tree; see `Parcel`. If the function fails, or the tree
             cannot be sent, the text of the error is sent instead, and this rank continues.
 

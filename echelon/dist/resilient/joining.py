@@ -55,7 +55,7 @@ class Joins:
         self._newest = 0
 
     def is_orderly(self, epoch: Epoch) -> bool:
-        """Return whether this rank enters a new epoch at the end of a step, not immediately.
+        """Return whether this rank enters a new epoch only at the end of a step.
 
         If so, this rank can finish the step, because all ranks that the step needs are still
         running. A rank that is entering the rendezvous of an earlier epoch detects the new epoch at

@@ -118,7 +118,7 @@ class KeptState:
         set_random_state(self._random)
 
     def parts(self) -> dict[str, Any]:
-        """Return the state that should be equal on all ranks, keyed by description."""
+        """Return the state that should be identical on all ranks, keyed by description."""
         names = {id(one): f"parameter {name!r}" for name, one in self._model.named_parameters()}
         names |= {id(one): f"buffer {name!r}" for name, one in self._model.named_buffers()}
         own = {names[id(live)]: kept for live, kept in self._tensors if id(live) in names}
@@ -216,11 +216,11 @@ class KeptState:
         return [one for group in self._optimizer.param_groups for one in group["params"]]
 
     def _places(self) -> dict[torch.Tensor, int]:
-        """Return the index of each optimizer parameter, counted across all groups."""
+        """Return each optimized parameter's index, counted across all parameter groups."""
         return {one: at for at, one in enumerate(self._trained())}
 
     def _groups(self) -> list[list[str]]:
-        """Return the names of the parameters in each of the optimizer's groups."""
+        """Return the names of the parameters in each of the optimizer's parameter groups."""
         names = self._names()
         return [
             [names[id(one)] for one in group["params"]] for group in self._optimizer.param_groups

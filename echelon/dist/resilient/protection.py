@@ -21,7 +21,7 @@ _is_claimed = False  # by a protected call of this process
 
 
 def is_protected(group: ProcessGroup, call: str) -> bool:
-    """Return whether training survives the loss of a rank; warn if the job does not allow this.
+    """Return whether training survives the loss of a rank; warn if the job ends in that case.
 
     Only rank 0 issues the warning. A world of one rank is protected only if other ranks can join
     it.
@@ -59,7 +59,7 @@ def _may_be_joined() -> bool:
 
 @contextlib.contextmanager
 def listening(joins: Joins) -> Iterator[None]:
-    """Watch for new epochs in the `with` block, and end the groups of each world after a loss."""
+    """Watch for new epochs during the `with` block; after a loss, abort the old world's groups."""
     runtime.expect_epochs()
     take = functools.partial(_take_news, joins)
     with News(runtime.job_store(), take, runtime.join_after() or 0):
@@ -67,7 +67,7 @@ def listening(joins: Joins) -> Iterator[None]:
 
 
 def _take_news(joins: Joins, epoch: Epoch) -> None:
-    """End the groups of all older worlds if a new epoch follows a loss. Runs on `News`'s thread."""
+    """Abort all older worlds' groups if a new epoch follows a loss. Runs on the `News` thread."""
     if epoch.left or epoch.dismissed:
         return  # only ranks that miss the one which left have failed
     if joins.is_orderly(epoch):

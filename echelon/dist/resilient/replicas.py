@@ -30,7 +30,7 @@ class Replicas:
         self._number_for = number_for
 
     def check(self, size: int) -> None:
-        """Check the program's function for every number of ranks that can remain.
+        """Check the program's function for every number of ranks that can remain after losses.
 
         Args:
             size: the number of ranks at the start.

@@ -1,7 +1,7 @@
 """Store the state of a sharded model so that it survives the loss of ranks.
 
-Each rank stores its own copy of the state that is equal on all ranks (buffers, parameters that are
-not sharded, schedules), and of its RNG states. Each rank copies its shards into memory that
+Each rank stores, in its own memory, its RNG states and the state that is identical on all ranks
+(buffers, parameters that are not sharded, schedules). It copies its shards into memory that
 outlives the rank; see `copied.py`.
 """
 
@@ -36,7 +36,8 @@ class ShardedState(CopiedState):
     Args:
         model: the model.
         optimizer: the optimizer of the model's parameters.
-        also: other objects whose state the steps change. Their state must be equal on all ranks.
+        also: other objects whose state the steps change. Their state must be identical on all
+            ranks.
         replicas: determines the number of replicas of the model in each world. None means the
             highest number, up to the current number, that divides the number of ranks.
     """

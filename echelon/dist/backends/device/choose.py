@@ -42,7 +42,7 @@ def create(
     *,
     is_staged: bool,
 ) -> Engine:
-    """Create the engine for a group's arrays on a device; every member must call this.
+    """Create the engine for a group's device arrays; every member must call this.
 
     Args:
         members: the members of the group, and the device of this rank.

@@ -35,7 +35,7 @@ class DeviceClock:
 
     @staticmethod
     def mono_ns(tie: Tie, event: Any) -> int:
-        """Return the host time of an event after `tie`, in nanoseconds, or 0 if it is unknown."""
+        """Return the host time, in nanoseconds, of an event recorded after `tie`; 0 if unknown."""
         happened, at_ns = tie
         try:
             return at_ns + int(1e6 * happened.elapsed_time(event))

@@ -17,7 +17,7 @@ from echelon.dist.backends.device.runtime import DeviceRuntime
 class Communicator(Protocol):
     """A communicator of the library.
 
-    During a call, other threads must not call any method except `revoke`.
+    While one thread is in a call, other threads must not call any method except `revoke`.
     """
 
     def launch(
@@ -30,7 +30,7 @@ class Communicator(Protocol):
         Args:
             kind: all_reduce, reduce, all_gather, reduce_scatter, broadcast, send or recv.
             source, target: flat tensors; both are the same tensor for a broadcast.
-            reduce_op: one of `DeviceLibrary.reduce_ops`; "" if the kind does not reduce.
+            reduce_op: one of `DeviceLibrary.reduce_ops`; "" for a kind without a reduction.
             peer: the root of a collective, or the other rank of a message, as a rank within the
                 communicator.
             stream: a stream of the communicator's device.
@@ -56,7 +56,7 @@ class Communicator(Protocol):
 
 
 class DeviceLibrary(DeviceRuntime, ABC):
-    """A library of collectives on one kind of device.
+    """A collectives library for one kind of device.
 
     Attributes:
         name: the name of the backend.

@@ -1,4 +1,4 @@
-"""Provide the nccl backend, which calls NCCL through nccl4py on CUDA arrays.
+"""Provide the nccl backend, which calls NCCL through nccl4py to transfer CUDA arrays.
 
 See `engines/stream.py` for how operations are executed. This module was written against nccl4py
 0.6.0 and checked with NCCL 2.32, but no operation has run on a GPU yet. Most tests use a fake
@@ -166,5 +166,5 @@ class NcclCommunicator:
         self._communicator.abort()
 
     def destroy(self) -> None:
-        """Free the communicator. The call can block until members on this host free theirs."""
+        """Free the communicator; can block until the members on this host have freed theirs."""
         self._communicator.destroy()

@@ -1,4 +1,4 @@
-"""Track an operation on a device from its call to its completion."""
+"""Track a device operation from the time it is issued until the device has completed it."""
 
 from __future__ import annotations
 

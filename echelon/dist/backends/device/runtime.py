@@ -29,7 +29,7 @@ class DeviceRuntime:
         return getattr(self.torch, self.device)
 
     def identity(self, index: int) -> str:
-        """Return a device name that is the same in every process."""
+        """Return a name that identifies the device and is the same in every process."""
         host = host_identity()["boot"]
         properties = self.accelerator.get_device_properties(index)
         number = getattr(properties, "uuid", None) or index
@@ -45,7 +45,7 @@ class DeviceRuntime:
             job()
 
     def empty_like(self, tensor: Any, length: int, stream: Any) -> Any:
-        """Return an uninitialized tensor with another tensor's dtype, for use on a stream."""
+        """Return an uninitialized flat tensor with the dtype of `tensor`, allocated on `stream`."""
         with self.accelerator.stream(stream):
             return tensor.new_empty(length)
 
@@ -64,7 +64,7 @@ class DeviceRuntime:
         return self.accelerator.ExternalStream(pointer, device=f"{self.device}:{index}")
 
     def is_capturing(self) -> bool:
-        """Return whether this thread's stream is capturing a graph."""
+        """Return whether this thread's current stream is capturing a graph."""
         ask = getattr(self.accelerator, "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 
@@ -98,7 +98,7 @@ class DeviceRuntime:
         return self.torch.empty(num_bytes, dtype=self.torch.uint8, pin_memory=True)
 
     def copy_over(self, target: Any, source: Any, stream: Any) -> None:
-        """Queue a copy of bytes between device and pinned host memory on a stream."""
+        """Queue, on a stream, a copy of bytes between device memory and pinned host memory."""
         with self.accelerator.stream(stream):
             target.copy_(source, non_blocking=True)
 

@@ -2,9 +2,9 @@
 
     all_reduce of float32/64, int32/64     Gloo's own ring, except for rank-ordered sums and for min
                                            and max of floats (which can lose a NaN)
-    other sums                             all_to_all of shards, summed here in rank order with
+    other sums                             all_to_all of shards, summed locally in rank order with
                                            float32 accumulation, then all_gather: 2 n bytes per rank
-    reduce_scatter                         all_to_all of shards, summed here: n bytes per rank
+    reduce_scatter                         all_to_all of shards, summed locally: n bytes per rank
                                            (Gloo's version performs a full all_reduce)
     reduce                                 reduce_scatter, then gather
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
@@ -80,8 +80,8 @@ class GlooEngine(HostEngine):
         """Connect the members.
 
         Args:
-            is_step: whether this engine carries out steps for another engine. If so, this engine
-                neither compares calls nor transfers messages.
+            is_step: whether this engine only carries out steps of another engine's collectives. If
+                so, it neither compares calls nor transfers messages.
 
         Raises:
             CollectiveTimeoutError: some members did not join within `timeout_s` seconds.
@@ -208,7 +208,7 @@ class GlooEngine(HostEngine):
     def _all_reduce_of_two(self, operation: Operation, watch: Watch, data: Flat) -> None:
         """Reduce one half of the data on each of two ranks, and swap the results.
 
-        Small arrays are not split. Both ranks then reduce the whole array.
+        Small arrays are not split; instead, both ranks reduce the whole array.
         """
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]

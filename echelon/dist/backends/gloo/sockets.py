@@ -91,7 +91,7 @@ class Sockets:
         return str(found[0]), int(found[1])
 
     def introduce(self, addresses: list[Address], secret: bytes) -> None:
-        """Set the addresses of all ranks, and the group's secret of SECRET_BYTES bytes."""
+        """Set the addresses of all ranks, and the group's secret (SECRET_BYTES bytes)."""
         self._addresses = addresses
         self._secret = secret
 
@@ -125,7 +125,7 @@ class Sockets:
                 one.close()
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until a connection is ready or the timeout expires; return the readable peers."""
+        """Block until a connection is ready or the timeout expires; return the peers with data."""
         readable = []
         if self._ending:
             timeout_s = min(timeout_s, _READ_ON_S / 4)

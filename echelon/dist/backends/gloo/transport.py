@@ -118,7 +118,7 @@ class _Swapper:
         return swap
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread after all submitted swaps; wait at most `timeout_s` seconds."""
+        """Stop the thread once all submitted swaps have ended; wait at most `timeout_s` seconds."""
         self._swaps.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -196,7 +196,7 @@ class Transport:
         return self._group._allgather_base(tensor(out), tensor(data))
 
     def all_reduce(self, data: Flat, reduce_op: str) -> Any:
-        """Start Gloo's own ring all_reduce, for the dtypes and operations that it supports."""
+        """Start Gloo's own ring all_reduce, for the dtypes and reductions that it supports."""
         options = _core.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[reduce_op]
         return self._group.allreduce([torch.from_numpy(data)], options)
@@ -215,7 +215,7 @@ class Transport:
         )
 
     def swap(self, out: Flat, data: Flat, timeout_s: float) -> Any:
-        """Start exchanging bytes with the only other member, which must expect the same sizes.
+        """Start exchanging bytes with the only other member, whose buffers must match in size.
 
         The receive is posted before the send, so that data flows in both directions at once. With
         Gloo's all_to_all, which sends first, half of the exchanges took twice as long on a 60 MB/s

@@ -49,7 +49,7 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all sleepers on the u32 at `address`, after a full memory barrier in the kernel."""
+    """Wake all threads that sleep on the u32 at `address`, after a full barrier in the kernel."""
     assert _syscall is not None
     _syscall(
         ctypes.c_long(_number),
@@ -68,7 +68,7 @@ class Words(Protocol):
     words: memoryview[int]
 
     def address(self, word: int) -> int:
-        """Return the address of a word in this process."""
+        """Return a word's address in this process's address space."""
 
 
 def publish(shared: Words, word: int, value: int, wakes: bool) -> None:

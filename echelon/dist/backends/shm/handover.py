@@ -49,7 +49,7 @@ class Handover:
 
         Args:
             check: a function that raises an error if a member has died.
-            pidfd: this process's pidfd if pidfds are exchanged.
+            pidfd: this process's pidfd; -1 if the members do not exchange pidfds.
 
         Returns:
             The ranks that did not connect before the deadline, and the other ranks' pidfds, keyed
@@ -165,7 +165,7 @@ def _take_table(peer: socket.socket, deadline_s: float, check: Check) -> dict[in
 def _take(
     peer: socket.socket, num_bytes: int, num_fds: int, deadline_s: float, check: Check
 ) -> tuple[bytes, list[int]]:
-    """Receive `num_bytes` (fewer if the stream ends) and any descriptors sent with them."""
+    """Receive `num_bytes` bytes (fewer if the stream ends) and any descriptors sent with them."""
     data, fds = b"", []
     while len(data) < num_bytes:
         peer.settimeout(max(0.001, min(_SLICE_S, deadline_s - time.monotonic())))

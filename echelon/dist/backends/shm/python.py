@@ -168,7 +168,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Reduce this rank's shard of the chunk into its slot, then copy every rank's shard."""
+        """Reduce this rank's shard of a chunk into its own slot, then copy every rank's shard."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(
@@ -257,7 +257,7 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Check that each rank sends as much as its peers expect; return the largest split."""
+        """Check that ranks send as much as their peers expect; return the largest of all splits."""
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
@@ -352,7 +352,7 @@ class PythonEngine(HostEngine):
         watch.check(self._late)
 
     def _gone(self) -> list[tuple[int, str]]:
-        """Return the ranks that have exited or left, each with the reason."""
+        """Return the ranks that have exited or left the group, each with the reason."""
         return [
             (rank, _ENDS[Fault(fault)])
             for rank in self._others
@@ -407,7 +407,7 @@ def _array(data: Flat | None) -> Flat:
 
 
 def _chunks(length: int, per_chunk: int) -> range:
-    """Return the start of each chunk; empty data forms one chunk."""
+    """Return the start indices of the chunks; empty data forms one chunk."""
     return range(0, max(length, 1), per_chunk)
 
 

@@ -1,4 +1,4 @@
-"""Map the same memory in all members of a group, and verify the result.
+"""Map the same memory in all members of a group, and verify that they share it.
 
 The members exchange their host and process identities through the store. Group rank 0 then passes
 the memory's descriptor to the other members. Finally, the members compare the marks that they wrote

@@ -33,7 +33,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """Set up the streams; `gone` returns the ended peers, with the reason for each."""
+        """Set up the streams; `gone` returns the peers that have ended, each with the reason."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank
@@ -67,13 +67,13 @@ class Rings:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose rings were full and have space again."""
+        """Return the peers whose rings were full and now have space again."""
         free = self._has_room()
         self._full.difference_update(free)
         return free
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Copy as much of a peer's data as fits into the buffer; return the number of bytes."""
+        """Copy as much of a peer's data as fits into `view`; return the number of bytes copied."""
         if peer in self._dropped:
             return 0
         ring = self._segment.ring(peer, self._rank)
@@ -97,7 +97,7 @@ class Rings:
         return not self._is_closed and peer not in self._dropped and self._num_there(peer) > 0
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Copy as much data into a peer's ring as fits; return the number of bytes."""
+        """Copy as much data into a peer's ring as fits; return the number of bytes copied."""
         if peer in self._dropped:
             raise StreamBroken("the peer has left the group")
         done = 0

@@ -8,7 +8,7 @@ A control block holds
     8     u32  number of ranks that the rank blames, then up to 64 of these ranks as u32
     272   u32  number of collectives that the rank finished before it left
     512   u32  doorbell of the rank's message thread, see rings.py
-    1024  two alternating headers of 1024 bytes: the rank's calls in the current and the previous
+    1024  two alternating headers, 1024 bytes each: the rank's calls in the current and the previous
         collective
 
 A message ring holds
@@ -49,7 +49,7 @@ class Segment:
         self._address = self._bytes.ctypes.data
 
     def address(self, word: int) -> int:
-        """Return the address of a word of the shared memory in this process."""
+        """Return a shared word's address in this process's address space."""
         return self._address + 4 * word
 
     def bell_word(self, rank: int) -> int:

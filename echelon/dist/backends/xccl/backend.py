@@ -3,7 +3,7 @@
 all_reduce, all_gather, reduce_scatter, broadcast and all_to_all are oneCCL's own collectives. The
 other operations are built as follows:
 
-    dtypes and reductions that oneCCL lacks  all_gather, then a reduction here in rank order
+    dtypes and reductions that oneCCL lacks  all_gather, then a local reduction in rank order
     reduce, gather                           all_reduce, all_gather into the engine's own memory
     scatter                                  broadcast; each rank keeps its shard
     all_to_all with splits                   all_to_all of splits padded to the longest
@@ -220,11 +220,11 @@ class XcclEngine:
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Record the failure, if any; a failed group's communicator is never destroyed."""
+        """Record whether the group failed; if so, `close` does not destroy the communicator."""
         self._is_broken = self._is_broken or reason is not None
 
     def close(self) -> None:
-        """Leave the group; destroy the communicator unless a call is still using it."""
+        """Leave the group; destroy the communicator unless the group failed or a call is stuck."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,8 +1,8 @@
 """Run oneCCL on Intel GPUs, with arrays on "xpu" and torch.xpu's streams.
 
-See `device/engines/stream.py` for how operations are executed. This module was written from
-oneCCL's header and has never run on an Intel GPU. The tests use a fake device, and check that each
-call matches its declaration in the header.
+See `device/engines/stream.py` for how operations are executed. This module is based on oneCCL's
+header and has never run on an Intel GPU. The tests use a fake device, and check that each call
+matches its declaration in the header.
 
 oneCCL cannot abort operations. If an operation never completes, its stream and arrays are retained
 until the process exits. The library's destructors, which would wait for the operation, are skipped.
@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group the library calls of a `with` block.
+    """Combine the library calls in a `with` block into one oneCCL group.
 
     If the block raises an exception, errors from `onecclGroupEnd` are ignored.
     """

@@ -1,9 +1,9 @@
 """Decide where copies are stored, and which copies are restored after a loss.
 
-Two ranks are at the same place if they can map each other's memory, which means that they run on
-one host in one PID namespace. A copy in shared memory exists until the last rank at that place has
-ended. A second copy, at another place, protects against the loss of a whole place. If there are
-several machines, the second copy is stored on another machine.
+Two ranks are at the same place if they run on one host, in the same PID namespace and the same
+network namespace; they can then map each other's memory. A copy in shared memory exists until the
+last rank at its place has ended. A second copy, at another place, protects against the loss of a
+whole place. If there are several machines, the second copy is stored on another machine.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Choice:
 
     Attributes:
         version: the newest state for which survivors hold copies of all shards.
-        holders: for each set of ranks that hold the same shards, one rank of the set, mapped to a
-            survivor that can read this rank's copy. Without replicas, each rank of the state's
-            epoch is a set of its own.
+        holders: one rank from each set of ranks that hold the same shards, mapped to a survivor
+            that can read this rank's copy. Without replicas, each rank of the state's epoch is a
+            set of its own.
     """
 
     version: Version

@@ -6,7 +6,7 @@ thread before the optimizer writes, and before the step ends.
 
 The background thread stamps a copy only after the training thread has decided that the source is
 unchanged. torch increments a tensor's version only after a write, so a write in progress would go
-unnoticed. The training thread therefore decides between two of its operations.
+unnoticed. The training thread therefore makes this decision between two of its operations.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Copying:
 
     @property
     def needs_decision(self) -> bool:
-        """True if the thread has finished reading this rank's state, but `decide` is still due."""
+        """True if the thread has read this rank's state, but `decide` has not been called yet."""
         return self._has_copied.is_set() and not self._is_decided.is_set()
 
     def start(self) -> bool:
@@ -138,7 +138,7 @@ class Copying:
             raise self._late(timeout_s)
 
     def wait_until_stamped(self, timeout_s: float) -> None:
-        """Wait until the thread has stamped the copy or left it void; ignore the thread's error.
+        """Wait until the thread has stamped or discarded the copy; ignore the thread's error.
 
         Raises:
             CollectiveError: the thread has done neither after `timeout_s` seconds.

@@ -89,7 +89,8 @@ class Index:
 
     Attributes:
         runs: the ranges of elements.
-        values: the other values of the optimizer's state, by parameter name and key.
+        values: the values in the optimizer's state that `runs` and `scalars` do not cover, by
+            parameter name and key.
         scalars: the zero-dimensional tensors of the optimizer's state.
         keys: the keys of each parameter's optimizer state, in order.
         facts: other values; see `ShardsWriter`.

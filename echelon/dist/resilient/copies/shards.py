@@ -5,11 +5,10 @@ buffer:
 
     length of the index, 8 bytes | index | padding | the index's tensors | ranges of elements
 
-Tensors and ranges are aligned to 64 bytes. Ranges that can be written later than the others are at
-the end; see `ShardsWriter`. For each part, the index lists one range of the part's elements, and
-one range for each tensor of the optimizer's state that is sharded in the same way as the part. Each
-rank restores its elements from the ranges that contain them, so the parts can be restored on any
-number of ranks.
+Tensors and ranges are aligned to 64 bytes. The ranges that `ShardsWriter.write_rest` writes are at
+the end. For each part, the index lists one range of the part's elements, and one range for each
+tensor of the optimizer's state that is sharded in the same way as the part. Each rank restores its
+elements from the ranges that contain them, so the parts can be restored on any number of ranks.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ class ShardsWriter:
     def changed(self) -> str:
         """Return the name of a tensor that has changed since `__init__`, or "" if none has.
 
-        Only tensors that `write_rest` copies are checked. A change is detected if torch or
-        `count_change` has counted it.
+        Only tensors that `write_rest` copies are checked. A change is detected only if
+        torch or `count_change` has counted it.
         """
         for part, key, value, version in self._later:
             if value._version != version:
@@ -194,7 +193,7 @@ class ShardsRestore:
 
     @torch.no_grad()
     def add(self, vector: torch.Tensor) -> Index:
-        """Copy the elements that this rank needs from a buffer; return the buffer's index."""
+        """Read a buffer, copying the elements that this rank needs; return the buffer's index."""
         reader = ShardsReader(vector)
         index = reader.index
         for name, keys in index.keys.items():

@@ -60,7 +60,7 @@ class WorldCopies:
         roster: the world's ranks, as numbered by the launcher.
         sets: the ranks in `roster`, grouped into sets that hold the same parts of the model.
         own_rank: this rank, as numbered by the launcher.
-        is_one_place: True if all ranks can read each other's memory, so that no copies are
+        is_one_place: True if all ranks can read each other's memory, in which case no copies are
             exchanged.
 
     Raises:
@@ -99,7 +99,7 @@ class WorldCopies:
         return self._readable[-1]
 
     def _open(self) -> None:
-        """Open the other ranks' memory segments that this rank can map. Collective."""
+        """Open the memory segments of the other ranks at this rank's place. Collective."""
         told = [
             (one.owner, [asdict(memory.address) for memory in one.memories])
             for one in self._readable
@@ -128,8 +128,8 @@ class WorldCopies:
     def begin(self, writer: ShardsWriter, step: int) -> Copying:
         """Begin a copy by writing the state that can change after the next step begins.
 
-        The returned object writes the rest of the state. If some ranks cannot map each other's
-        memory, it also exchanges copies with the partner ranks.
+        The returned object writes the rest of the state, and exchanges copies with the partner
+        ranks if some ranks cannot map each other's memory.
 
         Raises:
             OSError: the host has no memory left.
@@ -222,7 +222,7 @@ class WorldCopies:
                         yield Offer(stamp.version, stamp.owner)
 
     def find(self, version: Version, owner: int) -> CopyMemory | None:
-        """Return the memory segment with a given copy, or None if this process cannot read it."""
+        """Return the memory segment that holds a copy, or None if this process cannot read it."""
         for held in self._readable:
             for memory in held.memories:
                 stamp = memory.stamp
@@ -250,9 +250,9 @@ def collected(
 ) -> Iterator[torch.Tensor]:
     """Yield the copies of all shards of a state, one at a time. Collective.
 
-    If all ranks can map each other's memory, they read the copies there. A rank that was not in the
-    state's world opens the memory temporarily. Otherwise, each copy is broadcast, so every rank
-    needs memory for one more copy.
+    If all ranks can map each other's memory, they read the copies there; a rank that was not in the
+    state's world opens the memory temporarily. If not, each copy is broadcast, so every rank needs
+    memory for one more copy.
 
     Args:
         worlds: the worlds whose copies this rank can read; empty on a joining rank.
@@ -315,7 +315,7 @@ def _broadcast(group: ProcessGroup, copy: torch.Tensor | None, root: int) -> tor
 
 
 def sets_of(size: int, num_replicas: int) -> list[list[int]]:
-    """Return the ranks of a group, divided into sets that hold the same shards.
+    """Divide the `size` ranks of a group into sets whose ranks hold the same shards.
 
     Example:
         >>> sets_of(6, 2), sets_of(2, 1)

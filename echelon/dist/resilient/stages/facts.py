@@ -62,7 +62,7 @@ class Facts:
         """Apply the settings to the stages and the optimizer of a new world.
 
         Raises:
-            ValueError: an optimizer group contains parameters whose recorded settings differ.
+            ValueError: a parameter group contains parameters whose recorded settings differ.
         """
         stages = setup.pipe.stages
         for name, module in named_modules(stages):

@@ -45,10 +45,10 @@ class Layout:
     """The parts that the ranks of a world hold.
 
     Args:
-        rows: the parts of each rank.
+        rows: for each rank, its parts, by tensor name.
         ranks: the number that the launcher gave to each rank.
-        stages: the indices of each rank's stages, including stages without tensors. By default,
-            only the stages of the parts count.
+        stages: the indices of each rank's stages, including stages without tensors. None means
+            only the stages to which the rank's parts belong.
 
     Attributes:
         sets: sets of ranks, by position in `rows`, that hold the same parts of the same stages.
@@ -98,7 +98,7 @@ class Layout:
         Collective.
 
         Raises:
-            ValueError: the parts do not form a valid layout; see the class.
+            ValueError: the parts do not form a valid layout; see `Layout`.
             CollectiveError: a rank was lost.
         """
         mine = {

@@ -29,8 +29,8 @@ class PipelineSetup(Generic[_T]):
         optimizer: the optimizer of the pipeline's parameters.
         train_step: computes one step, given the step's number. It must change only the pipeline's
             parameters and buffers, the optimizer, `also` and the random number generators.
-        also: schedules and other objects whose state the steps change. Their state must be equal on
-            all ranks.
+        also: schedules and other objects whose state the steps change. Their state must be
+            identical on all ranks.
 
     Example:
         >>> stage = Stage(nn.Linear(4, 4), index=0, num_stages=1)

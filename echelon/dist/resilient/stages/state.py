@@ -2,8 +2,8 @@
 
 Each rank copies the parameters, buffers and optimizer state of its stages into memory that outlives
 the rank; see `copied.py`. The copies use the names of the whole model, so that stages built on
-other ranks can be restored from them. Each rank stores its own copy of the state that is equal on
-all ranks, such as schedules, and of its RNG states.
+other ranks can be restored from them. Each rank stores, in its own memory, its RNG states and the
+state that is identical on all ranks, such as schedules.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class StagesState(CopiedState):
         """Restore the stages and the optimizer of a new world from copies. Collective.
 
         Raises:
-            ValueError: `build` put parameters with different settings into one optimizer group.
+            ValueError: `build` put parameters with different settings into one parameter group.
             CollectiveError: a rank was lost, or a copy cannot be read.
         """
         restore, facts = ShardsRestore(self._parts(), self.setup.optimizer), Facts()
@@ -210,7 +210,7 @@ class StagesState(CopiedState):
         return {"also": rest.also, "random": rest.random}
 
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Store the result of `contents` on another rank until the stages are built. Local."""
+        """Store what `contents` returned on another rank until the stages are built. Local."""
         self._at, self._rest_steps = 0, [step, -1]
         self._rest = [_Rest(contents["also"], contents["random"]), None]
 
@@ -227,7 +227,7 @@ class StagesState(CopiedState):
         self._rest_steps = [-1, -1]
 
     def restore(self) -> None:
-        """Restore the RNG states. No other state has changed since it was stored."""
+        """Restore only the RNG states, because no other state has changed since it was stored."""
         rest = self._rest[self._at]
         assert rest is not None
         set_random_state(rest.random)

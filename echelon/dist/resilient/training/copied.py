@@ -8,14 +8,14 @@ copy is void, the previous one. A step is therefore committed at least one step 
 replicated model, and `CopiedState` stores the states of two steps.
 
 [Note: joining a copied model] When ranks end a step to let other ranks join, they complete the
-copies of its result before the rendezvous. The state at the end of the step is therefore the newest
-state with copies of all parts. No work is repeated, and the step is committed in the new world. A
-joining rank first receives all state except its parts, and then restores its parts from the copies
-like any other rank. It counts as a newcomer until all copies of the new world are complete. If
-another rank is lost before then, the newcomer joins again from the start. Its copies might still be
-needed, because other ranks might already have released the copies of the old world. The newcomer
-therefore offers its copies like any other rank. It receives the rest of the state again only if it
-does not have that state for the chosen step.
+copies of the step's result before the rendezvous. The state at the end of the step is therefore the
+newest state with copies of all parts. No work is repeated, and the step is committed in the new
+world. A joining rank first receives all state except its parts, and then restores its parts from
+the copies like any other rank. It counts as a newcomer until all copies of the new world are
+complete. If another rank is lost before then, the newcomer joins again from the start. Its copies
+might still be needed, because other ranks might already have released the copies of the old world.
+The newcomer therefore offers its copies like any other rank. It receives the rest of the state
+again only if it does not have that state for the chosen step.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Training(Generic[_T]):
         return self._joins.end_step(world.group, self._epochs.number)
 
     def _complete_copies(self) -> None:
-        """Wait until all copies of this rank are complete."""
+        """Wait until all copies of this rank's state are complete."""
 
     def _stop_copying(self) -> None:
         """Wait for the thread that copies the state of an abandoned step."""
@@ -319,7 +319,11 @@ class Training(Generic[_T]):
         return {"kept": self._kept, "finished": self._finished}
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:  # noqa: ARG002 -- of sharded models
-        """Roll back to a step that all ranks share; return it and the number of steps to repeat."""
+        """Roll back to a step that all ranks can restore.
+
+        Returns:
+            That step, and the number of steps to repeat.
+        """
         held = [row for row in rows if not is_newcomer(row)]
         target = min(int(row["finished"]) for row in held)
         repeats = int(any(row["kept"] == target for row in held) and target < self._total)
@@ -333,7 +337,7 @@ class Training(Generic[_T]):
         self._note(target, repeats=repeats)
 
     def _note_begun(self) -> None:
-        """Tell the launcher that this rank is ready for the first step, and record it in the store.
+        """Report to the launcher, and record in the store, that this rank can begin the first step.
 
         The record in the store survives the loss of this rank's node.
         """

@@ -1,7 +1,7 @@
-"""Build a group's collectives from those that a library provides.
+"""Build a group's collectives from the operations that a library provides.
 
 gather, scatter and all_to_all consist of sends and receives that are launched together. A sum in
-rank order is an exchange of the ranks' data followed by a reduction in torch.
+rank order is computed by exchanging the ranks' data and then reducing it with torch.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _QUIET_S = 0.1  # how long a call may take before the end revokes it
 
 
 class HandleEnded(Exception):  # noqa: N818 -- the group's own error is what users see
-    """Raised when a communicator is used while it is ending or after it has ended."""
+    """Raised when a communicator is used during or after its shutdown."""
 
 
 class Handle:
@@ -34,7 +34,7 @@ class Handle:
 
     @property
     def is_ended(self) -> bool:
-        """True if the communicator is ending or has ended, and therefore rejects new calls."""
+        """True once the shutdown has begun, after which the communicator rejects new calls."""
         return bool(self._ends)
 
     @property
@@ -47,7 +47,7 @@ class Handle:
         """Give the calling thread exclusive use of the communicator within the `with` block.
 
         Raises:
-            HandleEnded: the communicator is ending or has ended.
+            HandleEnded: the communicator is being or has been shut down.
         """
         with self._inside:
             if self._ends:
@@ -55,7 +55,7 @@ class Handle:
             yield self._communicator
 
     def failure(self) -> str:
-        """Return the library's error, or "" if none is known. Never blocks.
+        """Return the error that the library reports, or "" if none is known. Never blocks.
 
         While another thread is using the communicator, the result is "".
         """

@@ -46,7 +46,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def ways(self, operation: Operation) -> list[Way]:
-        """Return the direction of a message, or both directions if the operation is an `open`."""
+        """Return the direction of a send or receive, or both directions for an `open`."""
         mine, peer, name = self._rank, operation.peer, f"tag/{operation.tag}"
         out, back = Way(mine, peer, name), Way(peer, mine, name)
         if operation.kind == OPEN:
@@ -77,7 +77,7 @@ class Lanes:
             return lane
 
     def of(self, operation: Operation) -> list[Lane]:
-        """Return the lanes that a message uses."""
+        """Return the lanes that an operation uses, creating any that are missing."""
         return [self.lane(way) for way in self.ways(operation)]
 
     def all(self) -> list[Lane]:

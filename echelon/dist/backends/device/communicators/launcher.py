@@ -1,7 +1,7 @@
 """Make calls on one communicator in order, without blocking the caller.
 
-The first call on a connection can block the host until all members make the same call, so it runs
-on a separate thread. Later calls run on the caller's thread if no earlier call is pending.
+The first call that uses a connection can block the host until all members make the same call, so
+it runs on a separate thread. Later calls run on the caller's thread if no earlier call is pending.
 The separate thread ends when its queue is empty.
 """
 

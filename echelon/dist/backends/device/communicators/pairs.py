@@ -4,9 +4,9 @@ A send blocks its stream and its communicator until the receive runs. Every lane
 own communicator and its own stream, so lanes never wait for each other. A lane carries messages
 from one rank to another, in order, and is named after a tag or a channel.
 
-A lane is created by its first message or by a call to `open`. Libraries establish a connection in
-the first call on it, so one byte is sent over each new lane. The lane is open when this byte has
-arrived.
+A lane is created by its first message or by a call to `open`. Libraries establish a connection
+during the first call that uses it, so one byte is sent over each new lane. The lane is open when
+this byte has arrived.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MESSAGE = "message"  # all messages of a lane use one connection
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The name of a lane, with its sender and receiver as group ranks."""
+    """The identity of a lane: its name, and the group ranks of its sender and its receiver."""
 
     sender: int
     receiver: int
@@ -125,7 +125,7 @@ class Lane:
     def open(
         self, opened: Callable[[BaseException | None], None], check: Callable[[], None]
     ) -> None:
-        """Start connecting the lane without blocking, unless a message has already done so.
+        """Start connecting the lane without blocking, unless a message has already started it.
 
         Args:
             opened: a function that is called once, on any thread, with None on success or the error
@@ -146,7 +146,7 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def abort(self, wait_s: float) -> bool:
-        """Abort operations; return whether the communicator was freed within `wait_s` seconds."""
+        """Abort the lane; return whether its communicator was freed within `wait_s` seconds."""
         self._is_over = True
         return self._handle is None or self._handle.abort(wait_s)
 
@@ -181,7 +181,7 @@ class Lane:
         return handle
 
     def _meet(self, check: Callable[[], None]) -> bytes:
-        """Exchange the communicator's ID with the other end; block until the other end is ready."""
+        """Agree with the other end on the communicator's ID; block until that end is ready."""
         path, drawn = self.way.path, b""
         if self._role == _SENDER:
             drawn = self._library.unique_id()

@@ -68,7 +68,7 @@ class StagedEngine:
         self._is_closed = False
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return the reason the host engine refuses a kind of operation, or "" if it does not."""
+        """Return the reason the host engine refuses a kind of operation, or "" if it accepts it."""
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
@@ -121,7 +121,7 @@ class StagedEngine:
         return pending
 
     def _fly(self, pending: DevicePending) -> None:
-        """Track an operation in flight so that `cut` can end it."""
+        """Track an in-flight operation so that `cut` can abort it."""
         with self._making:
             self._flying = [*(one for one in self._flying if not one.done), pending]
 
@@ -133,7 +133,7 @@ class StagedEngine:
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Stop all operations on this rank."""
+        """Reject new operations on this rank, and abort those in flight."""
         self._reason = reason or build.closed(self._members, Operation("close", 0))
         self._host.cut(reason)
         for pending in list(self._flying):

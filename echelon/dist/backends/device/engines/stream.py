@@ -158,7 +158,7 @@ class StreamEngine:
         return pending
 
     def _take(self, pending: _Taken) -> _Taken:
-        """Track an operation in flight so that `cut` can end it."""
+        """Track an in-flight operation so that `cut` can abort it."""
         self._fly()
         with self._lock:
             self._flying.append(pending)
@@ -191,7 +191,7 @@ class StreamEngine:
                 self._launch_one(call)
 
     def drain(self, check: Callable[[], None]) -> None:
-        """Block until the device has completed the group's collectives and the caller's work.
+        """Block until the group's collectives and the work on the current stream are complete.
 
         Messages might still be in flight.
 
@@ -331,7 +331,7 @@ class StreamEngine:
         return self._store.get("unique_id")
 
     def _fly(self) -> bool:
-        """Remove ended operations from the front of the queue; return whether any remain."""
+        """Drop completed operations from the front of the queue; return whether any remain."""
         with self._lock:
             while self._flying and self._flying[0].is_over:
                 self._flying.popleft()
@@ -353,7 +353,7 @@ class StreamEngine:
                 (one.abort if self._is_cut else one.destroy)(left_s)
 
     def _failure(self) -> str:
-        """Return the library's error, or "" if none is known.
+        """Return the error that the library reports for a communicator, or "" if none is known.
 
         The library is queried at most once every `_LOOK_S` seconds. Calls in between return "".
         """
