@@ -7,10 +7,10 @@ Two rules ensure that all ranks start the same collectives in the same order:
 * Gradients are reduced in the reverse of the order in which forward passes *began*. A unit that is
   ready waits for the units before it in this order.
 
-A unit's parameters are released after autograd has computed the gradients of all the parameters or
-of all the unit's inputs. If a unit has frozen parameters and its inputs need no gradients, the unit
-is released at the end of the run. A run that computes only gradients of inputs (the first half of a
-split backward pass) neither releases nor reduces anything.
+A unit's parameters are released after autograd has computed the gradients of all of these
+parameters or of all of the unit's inputs. If a unit has frozen parameters and its inputs need no
+gradients, the unit is released at the end of the run. A run that computes only gradients of inputs
+(the first half of a split backward pass) neither releases nor reduces anything.
 """
 
 from __future__ import annotations
