@@ -34,7 +34,7 @@ class Pages:
         self._idle: list[HostStorage] = []
 
     def join(self, storage: HostStorage) -> None:
-        """Allow a storage to exchange memory with the storages that joined before or join later."""
+        """Allow a storage to exchange memory with all other storages that have joined."""
         self._alike[storage.num_bytes] += 1
 
     def keep(self, storage: HostStorage) -> bool:

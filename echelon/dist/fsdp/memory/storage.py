@@ -98,7 +98,7 @@ class HostStorage(Storage):
             self._pages.join(self)
 
     def take(self) -> None:
-        """Take over an idle storage's memory; if none fits, the system allocates pages on access."""
+        """Take over an idle storage's memory. If none fits, pages are allocated on first access."""
         if not self._has_memory and self._pages is not None:
             self._pages.supply(self)
         self._has_memory = True
@@ -194,7 +194,7 @@ class Pool:
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Drop all unused buffers. Buffers in use do not return to the pool after `give_back`."""
+        """Drop all unused buffers. A later `give_back` of a buffer in use has no effect."""
         self._free.clear()
         self._lent.clear()
 
