@@ -1,4 +1,4 @@
-"""Return and load the state of a sharded model, as this rank's shards or as full tensors.
+"""Get and set the state of a sharded model, as this rank's shards or as full tensors.
 
 `model.state_dict()` returns the shards without communication, and `model.load_state_dict` accepts
 shards or full parameters. `shards` describes the position of each shard in its parameter.

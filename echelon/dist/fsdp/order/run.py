@@ -106,7 +106,7 @@ class Run:
         self.look(entry, passed=False)
 
     def look(self, entry: Entry, *, passed: bool) -> None:
-        """Release and reduce a unit if its backward pass is complete.
+        """Release a unit and reduce its gradients if its backward pass is complete.
 
         Args:
             passed: whether autograd has computed the gradients of the unit's inputs.
@@ -180,7 +180,7 @@ class Run:
         )
 
     def _is_complete(self, entry: Entry, *, passed: bool) -> bool:
-        """Return whether all gradients of a unit's parameters have been computed."""
+        """Return whether autograd has finished with a unit's parameters or passed its inputs."""
         if not passed and entry.borrowed:
             return False  # what it borrowed is not among what it awaits
         # A run that yields no gradient at all computes those of inputs only. Which parameters of
