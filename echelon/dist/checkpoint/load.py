@@ -84,7 +84,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
 def load_source(
     path: Path, open_source: Callable[[Peers], Source], state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fill `state` as `load` does, from a source in another format. Collective.
+    """Fill `state` as `load` does, from a source in a foreign format. Collective.
 
     Args:
         path: the path to show in error messages and in the black box.
@@ -154,8 +154,8 @@ def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
 
     Args:
         path: the path that the caller passed.
-        is_again: whether loading has failed before. If True, the result is empty if no version
-            exists; if False, an error is raised.
+        is_again: whether an earlier attempt to load has failed. If so, the result is empty when no
+            version exists; otherwise an error is raised.
     """
     try:
         if isinstance(path, Remote):

@@ -61,8 +61,8 @@ def save(
     saved for each rank. An optimizer's parameters take their names from the modules in the same
     state.
 
-    The previous checkpoint remains loadable until the new one is complete. Ranks wait for each
-    other for at most the group's timeout. In the background, the limit is `timeout_s` instead.
+    The previous checkpoint remains loadable until the new one is complete. While ranks wait for
+    each other, the group's timeout applies; in a background save, `timeout_s` applies instead.
 
     Args:
         path: a folder, created if it does not exist, or the address of a folder in an object store,

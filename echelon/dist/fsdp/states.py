@@ -97,8 +97,8 @@ def _shard(member: Member, names: list[str]) -> Shard:
 def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str, Any]:
     """Return an optimizer's state for one shard.
 
-    Tensors with the shard's shape are returned as views [length]. Other values, such as step
-    counts, are returned unchanged.
+    Tensors with the shard's shape are returned as views of shape [length]. Other values, such as
+    step counts, are returned unchanged.
 
     Example:
         >>> _ = fully_shard(model)

@@ -233,7 +233,7 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
 
 
 class _Told:
-    """A callback that runs once per backward pass, as soon as a call's inputs all have gradients."""
+    """A callback that runs once per backward pass, when all inputs of a call have gradients."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
