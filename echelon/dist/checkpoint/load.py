@@ -154,8 +154,8 @@ def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
 
     Args:
         path: the path that the caller passed.
-        is_again: whether an earlier attempt to load has failed. If so, the result is empty when no
-            version exists; otherwise an error is raised.
+        is_again: whether an earlier attempt to load has failed. In this case, the result is empty
+            if no version exists. On the first attempt, an error is raised instead.
     """
     try:
         if isinstance(path, Remote):

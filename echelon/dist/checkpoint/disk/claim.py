@@ -109,7 +109,7 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Close the locks inherited by a forked child, so that they do not outlive the parent."""
+    """Close the lock files that a forked child inherited, so that no lock outlives the parent."""
     for claim in list(_claims):
         claim.close()
 

@@ -103,7 +103,7 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor, which is sharded like the parameter `like` if one is given.
+        """Add a tensor. If `like` is given, the tensor is sharded in the same way as `like`.
 
         Raises:
             ValueError: the tensor cannot be saved.

@@ -109,7 +109,7 @@ class Restore:
             self._plain[path] = self._tree(path, value)
 
     def _plan_absent(self, present: set[str]) -> None:
-        """Extend the plan by the stored plain values that are missing from the caller's dict."""
+        """Add to the plan the stored plain values that are missing from the caller's dict."""
         for path, value in plain_values(self._source.manifest).items():
             if path not in present:
                 self._plain[path] = value

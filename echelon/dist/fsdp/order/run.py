@@ -180,7 +180,7 @@ class Run:
         )
 
     def _is_complete(self, entry: Entry, *, passed: bool) -> bool:
-        """Return whether the gradients of a unit's parameters, or of its inputs, are all computed."""
+        """Return whether all gradients of a unit's parameters or inputs have been computed."""
         if not passed and entry.borrowed:
             return False  # what it borrowed is not among what it awaits
         # A run that yields no gradient at all computes those of inputs only. Which parameters of
