@@ -1,4 +1,4 @@
-"""Save checkpoints on any number of ranks, and load them on any other number."""
+"""Save checkpoints on any number of ranks, and load them on the same or a different number."""
 
 from echelon.dist.checkpoint.export import export
 from echelon.dist.checkpoint.life.keeper import Keeper

@@ -72,7 +72,7 @@ def verify(path: Path) -> int:
     """Read every version, oldest first, and print one line per version.
 
     Returns:
-        The exit code, which is 1 if any version is damaged.
+        The exit code: 1 if any version is damaged, otherwise 0.
     """
     code = 0
     for version in _all_versions(path):

@@ -31,10 +31,10 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
 
     Modules, optimizers, `RandomState`s, objects and tensors in `state` are filled in place. Plain
     values are replaced, or added if `state` does not contain them. Ranks that need the same data
-    split the reading, and the checksum of every block is verified. If the newest version is
+    each read a part of it, and the checksum of every block is verified. If the newest version is
     damaged, all ranks load the next older version, and rank 0 issues a RuntimeWarning. If `path`
-    names a single version, only that version is tried. The state is checked for mismatches before
-    anything is changed, but an error during reading leaves the state partly filled.
+    names a single version, only that version is tried. The state is compared with the checkpoint's
+    structure before anything is changed, but an error during reading leaves it partly filled.
 
     Args:
         path: the path or address passed to `save`, the path of a single version, a .safetensors
@@ -84,7 +84,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
 def load_source(
     path: Path, open_source: Callable[[Peers], Source], state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fill `state` as `load` does, from a source in another format. Collective.
+    """Fill `state` as `load` does, from a source in a foreign format. Collective.
 
     Args:
         path: the path to show in error messages and in the black box.
@@ -154,8 +154,8 @@ def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
 
     Args:
         path: the path that the caller passed.
-        is_again: whether loading has failed before. If True, the result is empty if no version
-            exists; if False, an error is raised.
+        is_again: whether an earlier attempt to load has failed. In this case, the result is empty
+            if no version exists. On the first attempt, an error is raised instead.
     """
     try:
         if isinstance(path, Remote):

@@ -55,13 +55,14 @@ def save(
 
     A state is a dict, possibly nested, of modules, optimizers, `RandomState`s, objects with
     `state_dict` and `load_state_dict` methods, tensors and plain values. Ranks that hold the same
-    tensor verify that their copies are equal, and then split the writing. Each rank writes its own
-    shards. Buffers, extra state and objects' states are saved once if they are equal on all ranks,
-    and otherwise once per rank. Plain values are taken from rank 0, and random states are saved for
-    each rank. An optimizer's parameters take their names from the modules in the same state.
+    tensor verify that their copies are equal, and then each write a part of it. Each rank writes
+    its own shards. Buffers, extra state and objects' states are saved once if they are equal on all
+    ranks, and otherwise once per rank. Plain values are taken from rank 0, and random states are
+    saved for each rank. An optimizer's parameters take their names from the modules in the same
+    state.
 
-    The previous checkpoint remains loadable until the new one is complete. Ranks wait for each
-    other for at most the group's timeout. In the background, the limit is `timeout_s` instead.
+    The previous checkpoint remains loadable until the new one is complete. While ranks wait for
+    each other, the group's timeout applies; in a background save, `timeout_s` applies instead.
 
     Args:
         path: a folder, created if it does not exist, or the address of a folder in an object store,

@@ -38,7 +38,7 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
 
 @uncompiled_call
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
-    """Set whether backward passes reduce gradients from now on; see `gradient_sync`.
+    """Set whether subsequent backward passes reduce gradients; see `gradient_sync`.
 
     Example:
         >>> _ = fully_shard(model)

@@ -19,8 +19,8 @@ def move(module: nn.Module, group: ProcessGroup, num_replicas: int = 1) -> None:
     """Shard a model's parameters across the ranks of another group. Collective.
 
     Gradients are dropped, and the shards' values become undefined. The caller must then set the
-    values and the optimizer's state through `shards`. The previous group is not used and can be
-    broken.
+    values and the optimizer's state through `shards`. The previous group is not used, so it may
+    already be unusable.
 
     Args:
         module: a model whose units are all sharded over one group or one mesh. A number passed as

@@ -66,8 +66,8 @@ def fully_shard(
         offload_policy: a policy for keeping shards in host memory. If the parameters are already in
             host memory, the policy has no effect, and a warning is issued.
         prefetch: how many units to gather ahead of time while this unit computes.
-        memory_budget_bytes: how much memory all units of the group together can use on a rank, in
-            addition to that of the unit being computed. One third is for units gathered ahead, one
+        memory_budget_bytes: how much memory all units of the group together may use on a rank,
+            beyond the memory of the unit being computed. One third is for units gathered ahead, one
             third for gradients being reduced, and one third for idle memory. One unit ahead and one
             reduction are always allowed. The last value other than None applies to the whole
             group. If all calls pass None, the budget is six times the size of the largest unit that
@@ -229,7 +229,7 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
 
 
 def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
-    """Return the parameters not yet in any unit, and other units whose parameters are reused."""
+    """Return the parameters that are in no unit yet, and the units that lend other parameters."""
     sources: dict[int, Source] = {}
     within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}

@@ -1,4 +1,4 @@
-"""Return and load the state of a sharded model, as this rank's shards or as full tensors.
+"""Get and set the state of a sharded model, as this rank's shards or as full tensors.
 
 `model.state_dict()` returns the shards without communication, and `model.load_state_dict` accepts
 shards or full parameters. `shards` describes the position of each shard in its parameter.
@@ -97,8 +97,8 @@ def _shard(member: Member, names: list[str]) -> Shard:
 def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str, Any]:
     """Return an optimizer's state for one shard.
 
-    Tensors with the shard's shape are returned as views [length]. Other values, such as step
-    counts, are returned unchanged.
+    Tensors with the shard's shape are returned as views of shape [length]. Other values, such as
+    step counts, are returned unchanged.
 
     Example:
         >>> _ = fully_shard(model)

@@ -1,1 +1,1 @@
-"""Read and write the folder of a checkpoint and the files in it."""
+"""Read and write checkpoint folders and the files in them."""

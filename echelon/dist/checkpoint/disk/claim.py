@@ -109,7 +109,7 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Close a forked child's copies of the lock, so that the lock does not outlive the parent."""
+    """Close the lock files that a forked child inherited, so that no lock outlives the parent."""
     for claim in list(_claims):
         claim.close()
 

@@ -73,7 +73,7 @@ def make_folder(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Rename a folder and flush its parent folder."""
+    """Rename a folder and flush the change to disk."""
     path.rename(target)
     sync_folder(target.parent)
 

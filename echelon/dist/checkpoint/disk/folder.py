@@ -89,7 +89,7 @@ class Unfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Yield the version's own folder, into which this rank writes its file."""
+        """Yield the folder into which this rank writes its file: the version's hidden folder."""
         yield self.path
 
     def publish(self, file: Path, limit_s: float) -> None:  # noqa: ARG002 -- of the interface
@@ -101,7 +101,7 @@ class Unfinished:
         files.write_whole(self.path / INDEX_NAME.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
-        """Report to all ranks that a rank failed to write its part of the version."""
+        """Report to all ranks that rank `rank` failed to write its part of the version."""
         files.write_whole(self.path / FAILED_NAME.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
@@ -179,7 +179,7 @@ class Unfinished:
 def are_equal(
     parts: Sequence[Manifest], one: Range, other: Range, read: Callable[[str, int, int], bytes]
 ) -> bool:
-    """Return whether two ranks wrote equal bytes for the same elements of a tensor.
+    """Return whether two ranks wrote identical bytes for the same elements of a tensor.
 
     Args:
         parts: the ranks' parts of the manifest, indexed by rank.
@@ -359,7 +359,7 @@ def _sweep(root: Path) -> None:
 
 
 def _remove_uncommitted(version: Path) -> None:
-    """Remove a version without a commit mark, unless another job commits it in the meantime."""
+    """Hide a version without a commit mark; remove it unless a job has just committed it."""
     trash = files.set_aside(version)
     with contextlib.suppress(OSError):  # the next save tries again
         if (trash / COMMIT).exists():
@@ -410,7 +410,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Return a version's number from its folder's name, or 0 if the name is not a version's."""
+    """Return the number in the name of a version's folder, or 0 for any other name."""
     hidden = _HIDDEN.fullmatch(name)
     if hidden:
         return int(hidden["number"])

@@ -1,8 +1,8 @@
 """Mark a version that is being read, so that no other process removes it.
 
 A reader holds a shared lock (`flock`) on the commit mark, and a process that removes the version
-needs the exclusive lock. If the file system does not support locks, nothing is marked, and a reader
-whose files disappear tries another version.
+needs an exclusive lock on it. If the file system does not support locks, nothing is marked, and a
+reader whose files disappear tries another version.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def release(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def alone(mark: Path) -> Iterator[bool]:
-    """Lock out new readers during the `with` block; yield False if the version is being read."""
+    """Lock out new readers during the `with` block; yield False if a reader holds the version."""
     try:
         descriptor = _open(mark)
     except OSError:

@@ -170,7 +170,7 @@ def decode(data: bytes) -> Manifest:
     """Decode a manifest that `encode` produced, and validate its contents.
 
     Raises:
-        ValueError: the data is damaged, in another format, or inconsistent.
+        ValueError: the data is damaged, inconsistent, or in an unsupported format.
     """
     content = unseal(data)
     try:

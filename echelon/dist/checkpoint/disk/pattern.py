@@ -45,7 +45,7 @@ class Pattern:
 
     @property
     def stop(self) -> int:
-        """The index that follows the pattern's last element."""
+        """The index one past the pattern's last element."""
         return self.start + sum((count - 1) * step for count, step in self.repeats) + self.length
 
     def starts(self) -> Indices:
@@ -56,7 +56,7 @@ class Pattern:
         return starts
 
     def common(self, other: Pattern) -> npt.NDArray[np.int64]:
-        """Return the pieces that two patterns have in common: [num_pieces, 3].
+        """Return the pieces that this pattern and `other` have in common: [num_pieces, 3].
 
         Each row holds a piece's position in this pattern, its position in the other pattern, and
         its length.
@@ -99,7 +99,7 @@ def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern
 
 
 def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Return the indices along a dim as (count, distance) pairs, innermost first."""
+    """Describe the indices along a dim by (count, distance) pairs, innermost first."""
     edges = np.flatnonzero(np.diff(indices) != 1) + 1
     runs = np.split(indices, edges)
     distances = {int(d) for d in np.diff([run[0] for run in runs])}

@@ -22,7 +22,7 @@ def file_name(rank: int) -> str:
 
 
 class RankFileWriter:
-    """A writer that appends ranges to a new file and records their locations.
+    """A writer that appends ranges of tensors to a new file and records their locations.
 
     Attributes:
         tensors: the tensors that were written, keyed by path.

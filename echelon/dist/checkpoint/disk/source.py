@@ -36,8 +36,8 @@ class Source(Protocol):
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
         """Fill `out` with a tensor's elements, starting at element `start`.
 
-        `out` is a 1-D tensor of the stored dtype. If `repeats` is given (see `Pattern`), several
-        ranges are read consecutively into `out`.
+        `out` is a 1-D tensor of the stored dtype. If `repeats` is given (see `Pattern`), `out`
+        receives several ranges, one after another.
         """
         ...
 

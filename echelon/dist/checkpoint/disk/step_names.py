@@ -15,7 +15,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a folder's name, or None if this is not the name of a step's folder."""
+    """Return the step in the name of a step's folder, or None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 

@@ -1,6 +1,6 @@
 """Manage a job's folder, which contains one checkpoint per step.
 
-FOLDER/step_00000300/000001/...        a checkpoint as `save` writes it
+FOLDER/step_00000300/000001/...        a checkpoint written by `save`
 FOLDER/step_00000300/score             the score that the program passed, if any
 FOLDER/.step_00000100-5e0c...trash/    being removed
 FOLDER/.keeper                         locked by the job that saves to this folder
@@ -54,8 +54,8 @@ class StepFolders:
     def remove(self, step: int) -> str | None:
         """Remove a step's checkpoint, or return why it was not removed.
 
-        A checkpoint that is being read is not removed, nor is a folder that contains other files.
-        The removal is atomic.
+        A checkpoint that is being read is not removed, nor is a folder that contains files not
+        written by a save. The removal is atomic.
         """
         path = self.path(step)
         if not _is_own(path):

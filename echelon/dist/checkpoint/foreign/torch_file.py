@@ -124,7 +124,7 @@ def _add_optimizer(
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
 ) -> None:
-    """Add an optimizer's state, replacing the numbers of its parameters with their names."""
+    """Add an optimizer's state to `contents`, replacing parameter numbers with names."""
     known = {
         (group, place): (name, whole_shape(parameter))
         for parameter, name, group, place in optimizer_names(optimizer, names)

@@ -133,10 +133,11 @@ class Keeper:
     ) -> bool:
         """Save a state as `step`'s checkpoint, then remove old checkpoints. Collective.
 
-        If a background save is still running, this method first waits for it. If `patience_s` is
-        not 0, a save without `async_op` waits only until the running save is `patience_s` seconds
-        old, and a save with `async_op` is skipped until then. If the save is skipped or the storage
-        fails, rank 0 issues a warning and all ranks return False.
+        If a background save is still running and `patience_s` is 0, this method first waits for
+        that save to end. If `patience_s` is not 0, a save without `async_op` waits only until the
+        running save is `patience_s` seconds old, and a save with `async_op` is skipped until then.
+        If the save is skipped or the storage fails, rank 0 issues a warning and all ranks return
+        False.
 
         Args:
             step: the number of finished steps.
@@ -244,7 +245,7 @@ class Keeper:
         return False
 
     def _look_at_others(self, peers: Peers) -> _Others:
-        """Exchange information about saves that are still in progress. Collective.
+        """Find out which saves are still in progress on any rank. Collective.
 
         Every rank must call this method at the same point in the program, including a rank that has
         replaced a lost rank. If a superseded save has failed, rank 0 issues a warning.

@@ -56,7 +56,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
 
 
 def _newest(folder: Path | Remote) -> list[Any]:
-    """Return the newest complete checkpoint (or None) and the problems of newer checkpoints."""
+    """Return the newest complete checkpoint (or None) and why newer checkpoints are skipped."""
     steps = steps_of(folder)
     found = steps.look()
     chosen = rules.newest(found)
@@ -75,7 +75,7 @@ def _newest(folder: Path | Remote) -> list[Any]:
 
 
 def _problems(folder: Path | Remote) -> list[str | None]:
-    """Return the problem (None if intact) of each version that `save` wrote, newest first."""
+    """Return why each version written by `save` is damaged (None if intact), newest first."""
     if isinstance(folder, Remote):
         found = [folder] if COMMIT in folder.sizes() else remote.marked(folder)
         return [remote.problem_of(version) for version in reversed(found)]

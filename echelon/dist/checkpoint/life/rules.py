@@ -26,7 +26,7 @@ class Found:
     Attributes:
         step: the step's number.
         condition: whether the checkpoint appears to be loadable.
-        reason: why the checkpoint is not complete, or "".
+        reason: why the checkpoint is not complete, or "" if it is.
         score: the score given by the program, or None.
     """
 

@@ -11,11 +11,11 @@ from echelon.dist.checkpoint.ranks.peers import Peers, World, find
 
 
 class SaveSchedule:
-    """A schedule that decides when to save, at the same steps on all ranks.
+    """A schedule of saves, which are due at the same steps on all ranks.
 
     Time is measured on rank 0's clock, from the last step at which a checkpoint was due. If
-    `every_s` is set and the ranks communicate through torch.distributed, each step includes a small
-    all_gather.
+    `every_s` is set and the ranks communicate through torch.distributed, each call of `due`
+    performs a small all_gather.
 
     Args:
         every_steps: the number of steps between checkpoints, counted from step 0.

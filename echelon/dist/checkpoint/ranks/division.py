@@ -112,9 +112,9 @@ def _hash(text: str) -> int:
 
 
 def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
-    """Return every rank's rows, one per tensor that the rank holds. Collective.
+    """Return the table of each rank: one row per tensor that the rank holds. Collective.
 
-    If several ranks have the same rows, only one of these ranks sends them.
+    If several ranks have the same table, only one of these ranks sends it.
     """
     packed = b"".join(_ROW.pack(*row) for row in sorted(rows))
     digests = peers.all_gather(hashlib.blake2b(packed, digest_size=16).digest())
@@ -144,7 +144,7 @@ def _require_forms(forms: dict[str, str], tables: list[list[_Row]], rank: int) -
 
 
 def _require_equal(peers: Peers, doing: str, alike: dict[Holders, list[Held]]) -> None:
-    """Check that tensors held by several ranks are equal. Collective."""
+    """Check that ranks that hold the same tensor have equal copies of it. Collective."""
     checksums = {
         ranks: [checksum(one.data) for one in part] for ranks, part in sorted(alike.items())
     }

@@ -31,7 +31,7 @@ class Peers(Protocol):
     timeout_s: float
 
     def gone(self) -> list[int]:
-        """Return the ranks that were lost, if the job continued without them. Not collective."""
+        """Return the lost ranks without which the job continues, or []. Not collective."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -43,7 +43,7 @@ class Peers(Protocol):
         ...
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Exchange bytes; return the bytes from each rank, in rank order, as uint8 on the CPU.
+        """Exchange bytes; return the bytes from each rank, in rank order, as uint8 CPU tensors.
 
         Args:
             sent: the bytes to send to each rank, in rank order; 1-D tensors of any size.
@@ -170,7 +170,8 @@ def find(*, to_write: bool) -> Peers:
     """Return the ranks of this job.
 
     Args:
-        to_write: whether the ranks will write. If the job has several ranks, this requires a group.
+        to_write: whether the ranks will write a checkpoint. If the job has several ranks, writing
+            requires a group.
 
     Raises:
         ValueError: `to_write` is set and the job has several ranks, but no group exists.

@@ -1,4 +1,4 @@
-"""Run background saves one at a time, in addition to at most one superseded save.
+"""Run background saves: one current save and at most one superseded save at a time.
 
 A write can hang even though the storage completes other writes. `supersede` therefore lets the next
 save begin before the current save has ended, which makes the current save a superseded save. A
@@ -68,7 +68,7 @@ class PendingSave:
             timeout_s: how long to wait, in seconds; None means the save's own timeout.
 
         Raises:
-            CheckpointError: the save was not complete in time, or it failed.
+            CheckpointError: the save failed or was not completed in time.
             OSError: this rank could not write its part.
         """
         limit_s = self._ends_s - self._age_s if timeout_s is None else timeout_s
@@ -185,13 +185,14 @@ def wait_until_old(age_s: float) -> None:
 
 
 def finish(*, must_end: bool = True) -> Exception | None:
-    """Wait for the current save; return its error, or None. Each error is returned only once.
+    """Wait for the current save; return its error, or None.
 
+    An error that `PendingSave.wait` or an earlier call has already reported is not returned again.
     If the save's thread is still running after the timeout, the save remains the current save.
 
     Args:
-        must_end: whether to return an error if the thread is still running after the timeout. The
-            error is then returned by every call until the thread has ended.
+        must_end: whether to return an error if the thread is still running after the timeout. This
+            error is returned by every call until the thread has ended.
     """
     global _current
     pending = _current

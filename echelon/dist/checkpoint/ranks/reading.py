@@ -1,8 +1,8 @@
 """Split reads across ranks, so that elements needed by several ranks are read only once.
 
-A line (see `sharing.py`) is read in windows. Each rank of the line reads and checks an equal part
-of every window. The ranks then exchange these parts: with an all_gather if all ranks need the line,
-and with an all_to_all otherwise. Data that only one rank needs is read by that rank.
+A line (see `sharing.py`) is read in windows. Each rank that needs the line reads and verifies an
+equal part of every window. The ranks then exchange these parts: with an all_gather if all ranks
+need the line, and with an all_to_all otherwise. Data that only one rank needs is read by that rank.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Line:
 
     Attributes:
         ranks: the ranks of the set, in ascending order.
-        items: this rank's tensors to fill, each with its path, in the order of the line.
+        items: this rank's tensors to fill, each with its path, in their order in the line.
         num_bytes: the length of the line, with each tensor padded to `ALIGNMENT`.
     """
 
@@ -127,7 +127,7 @@ def _split(keys: bytes) -> Iterator[bytes]:
 
 
 def _key(source: Source, held: Held, path: str) -> bytes:
-    """Return a key that identifies the wanted elements, or b"" if they cannot be shared."""
+    """Return a key that identifies the elements to fill, or b"" if they cannot be in a line."""
     if held.repeats or not held.length or not held.data.is_contiguous() or held.data.is_conj():
         return b""
     name = source.manifest.aliases.get(path, path)

@@ -19,7 +19,7 @@ _SCORE = "score"
 
 
 def steps_of(folder: Path | Remote) -> StepFolders | RemoteSteps:
-    """Return the step checkpoints of a local or remote folder."""
+    """Return the checkpoints in a local or remote folder, keyed by step."""
     return RemoteSteps(folder) if isinstance(folder, Remote) else StepFolders(folder)
 
 

@@ -116,7 +116,7 @@ class Remote:
         return self
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each entry by name, or {} if the folder does not exist."""
+        """Return the entries' sizes, keyed by name, or {} if the folder does not exist."""
 
         def look() -> list[dict[str, Any]]:
             self._fs.invalidate_cache()
@@ -178,7 +178,7 @@ class Remote:
                 self._call(f"remove {name}", lambda path=path: self._fs.rm_file(path))  # type: ignore[misc]
 
     def remove_folder(self) -> None:
-        """Remove the folder if the store represents folders. All errors are ignored."""
+        """Remove the folder itself, if the store has real folders. All errors are ignored."""
         with contextlib.suppress(Exception):  # of no consequence, in any store
             _bounded(lambda: self._fs.rmdir(self._root), time.monotonic() + self.patience_s)
 

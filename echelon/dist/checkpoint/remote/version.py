@@ -87,7 +87,7 @@ class RemoteUnfinished:
         self.path.write(INDEX_NAME.format(rank), encode(part))
 
     def add_failure(self, rank: int, reason: str) -> None:
-        """Report to all ranks that a rank failed to write its part of the version."""
+        """Report to all ranks that rank `rank` failed to write its part of the version."""
         self.path.write(FAILED_NAME.format(rank), reason.encode())
 
     def failure(self) -> str | None:

@@ -25,11 +25,11 @@ def checksum(data: Tensor) -> int:
 
 
 def sums(data: Tensor) -> Tensor:
-    """Return row and column sums of the elements, arranged as rows of 1024 32-bit words.
+    """Return the column and row sums of a matrix that contains the tensor's bytes.
 
-    The result is an int64 vector on the tensor's device: the number of bytes, the column sums and
-    the row sums. For a large tensor, the result is about 1/500 of the size of the data. Any change
-    to at most three words changes at least one sum.
+    Each row of the matrix has 1024 32-bit words. The result is an int64 vector on the tensor's
+    device: the number of bytes, the column sums and the row sums. For a large tensor, the result is
+    about 1/500 of the size of the data. Any change to at most three words changes at least one sum.
     """
     flat = data.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % (4 * _COLUMNS)))

@@ -54,7 +54,7 @@ class Contents:
         self._paths: set[str] = set()
 
     def set_local(self, path: str, value: Any) -> None:
-        """Stage a value that might differ between ranks, for a later call of `add_local`."""
+        """Stage a value that might differ between ranks, for a later call to `add_local`."""
         self._local[path] = value
 
     def local_checksums(self) -> dict[str, int]:
@@ -79,7 +79,7 @@ class Contents:
         """Add a tree of plain values and tensors.
 
         Raises:
-            TypeError: the tree holds a value of another type.
+            TypeError: the tree holds a value of an unsupported type.
         """
         self.values[path] = pack(self._without_tensors(path, value), path)
 
@@ -103,7 +103,7 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor. If a parameter `like` is given, the tensor is sharded in the same way.
+        """Add a tensor. If `like` is given, the tensor is sharded in the same way as `like`.
 
         Raises:
             ValueError: the tensor cannot be saved.

@@ -36,7 +36,7 @@ def pack(value: Any, where: str) -> bytes:
     """Encode a tree of plain values and `TensorAt` objects as bytes.
 
     Raises:
-        TypeError: the tree holds a value of another type.
+        TypeError: the tree holds a value of an unsupported type.
     """
     try:
         return _pack(value)
@@ -62,7 +62,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _encode(value: Any) -> Any:
-    """Return the encoding of a value that msgpack does not support."""
+    """Return the encoding of a value that msgpack does not support natively."""
     if isinstance(value, TensorAt):
         return msgpack.ExtType(_CODES[value.role], value.path.encode())
     if isinstance(value, tuple):

@@ -109,7 +109,7 @@ class Restore:
             self._plain[path] = self._tree(path, value)
 
     def _plan_absent(self, present: set[str]) -> None:
-        """Plan to add the stored plain values that are missing from the caller's dict."""
+        """Add to the plan the stored plain values that are missing from the caller's dict."""
         for path, value in plain_values(self._source.manifest).items():
             if path not in present:
                 self._plain[path] = value
@@ -128,8 +128,8 @@ class Restore:
     def _where(self, path: str) -> str:
         """Return the path from which this rank loads a value that can differ between ranks.
 
-        If the world size is unchanged, each rank uses its own value. Otherwise all ranks use the
-        lowest rank's value.
+        If the world size is unchanged, each rank loads the value that it saved. Otherwise, and on
+        ranks that saved none, the value saved by the lowest rank is loaded.
         """
         ranks = self._ranks_of.get(path)
         if ranks is None or not self._same_world:
@@ -207,7 +207,7 @@ class Restore:
     def _settings(
         self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
     ) -> list[dict[str, Any]]:
-        """Return the saved settings for each of an optimizer's groups."""
+        """Return the saved settings for each of an optimizer's parameter groups."""
         values = self._source.manifest.values
         places = [f"{path}/group/{index}" for index in range(len(optimizer.param_groups))]
         marks: list[set[str]] = [set() for _ in places]

@@ -169,7 +169,8 @@ def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> tor
     """Return this rank's contribution to the total norm, as float64 [1].
 
     If `norm_type` is infinite, the contribution is the largest absolute value of the gradients'
-    elements. Otherwise it is a weighted sum of the powers of the absolute values.
+    elements. Otherwise it is a weighted sum of the absolute values, each raised to the power
+    `norm_type`.
     """
     by_device: dict[torch.device, list[tuple[torch.Tensor, float]]] = {}
     for grad, share in counted:

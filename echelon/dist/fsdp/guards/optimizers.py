@@ -33,7 +33,7 @@ _installed = False
 
 
 def install() -> None:
-    """Install a check that runs before every optimizer's steps on shards."""
+    """Install a hook that checks every optimizer before it takes a step on shards."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(uncompiled(_before_step))

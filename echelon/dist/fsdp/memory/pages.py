@@ -24,8 +24,8 @@ class Pages:
     """The idle memory of released storages, which is still mapped at the storages' addresses.
 
     Args:
-        limit: a function that returns the maximum number of idle bytes. Without a limit, memory is
-            retained only if another storage can use it.
+        limit: a function that returns the maximum number of idle bytes; None means no maximum. In
+            both cases, memory is retained only if another storage can use it.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None) -> None:
@@ -34,7 +34,7 @@ class Pages:
         self._idle: list[HostStorage] = []
 
     def join(self, storage: HostStorage) -> None:
-        """Allow a storage to exchange memory with the other storages."""
+        """Allow a storage to exchange memory with all other storages that have joined."""
         self._alike[storage.num_bytes] += 1
 
     def keep(self, storage: HostStorage) -> bool:

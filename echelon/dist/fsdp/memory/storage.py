@@ -25,8 +25,8 @@ class Memory:
     """The memory that the units of one group share and reuse.
 
     Args:
-        limit: a function that returns the limit, in bytes, on idle memory of the host or on
-            released memory that is still in use on a device.
+        limit: a function that returns a limit in bytes. On the host, it applies to idle memory; on
+            a device, it applies to released memory that might still be in use.
 
     Attributes:
         pages: the idle memory on the host.
@@ -55,7 +55,7 @@ class Storage:
         """Allocate the tensor's memory, with undefined contents."""
 
     def release(self, keep: list[tuple[int, int]]) -> None:
-        """Release the memory, except for some ranges.
+        """Release the memory, except for the ranges in `keep`.
 
         Args:
             keep: ranges of elements to retain, as (first, last) pairs in ascending order. Supported
@@ -98,13 +98,13 @@ class HostStorage(Storage):
             self._pages.join(self)
 
     def take(self) -> None:
-        """Take over the memory of an idle storage, or let pages be allocated on first access."""
+        """Take over an idle storage's memory. If none fits, pages are allocated on first access."""
         if not self._has_memory and self._pages is not None:
             self._pages.supply(self)
         self._has_memory = True
 
     def release(self, keep: list[tuple[int, int]]) -> None:
-        """Pass the memory to other storages, or return it to the system."""
+        """Retain the memory for other storages or, if none can use it, return it to the system."""
         if not self._has_memory:
             return
         self._has_memory = bool(keep)
@@ -123,7 +123,7 @@ class HostStorage(Storage):
 
 
 class DeviceStorage(Storage):
-    """A storage for a device tensor, resized to zero to release the memory.
+    """A storage for a tensor on a device; resizing the storage to zero releases its memory.
 
     Args:
         releases: the limit on released memory that might still be in use; None means unlimited.
@@ -142,7 +142,7 @@ class DeviceStorage(Storage):
         self.tensor.untyped_storage().resize_(0)
 
     def take(self) -> None:
-        """Allocate the memory from the device's caching allocator, if not already allocated."""
+        """Allocate the memory from the device's caching allocator, unless already allocated."""
         storage = self.tensor.untyped_storage()
         if storage.size() == self._num_bytes:
             return
@@ -194,7 +194,7 @@ class Pool:
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Drop all unused buffers. Buffers in use are later freed, not returned to the pool."""
+        """Drop all unused buffers. A later `give_back` of a buffer in use has no effect."""
         self._free.clear()
         self._lent.clear()
 

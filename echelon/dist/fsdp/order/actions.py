@@ -69,10 +69,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An action that completes all reductions.
+    """An action that completes all reductions at the end of a backward pass.
 
-    The ranks check that they ran the units in the same order, and agree on which parameters have
-    gradients.
+    As part of this action, the ranks check that they ran the units in the same order, and agree on
+    which parameters have gradients.
     """
 
 

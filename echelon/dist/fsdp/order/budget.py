@@ -1,4 +1,4 @@
-"""Limit the memory that sharding uses in addition to that of the unit being computed.
+"""Limit the memory that sharding uses beyond the memory of the unit being computed.
 
 A third of the budget is reserved for each of three uses: units gathered ahead, gradients being
 reduced, and idle memory for the next gather. Decisions depend only on the sizes and the order of
@@ -35,7 +35,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A copy of a unit's `Sized` properties, which remains after the unit is deleted."""
+    """A copy of a unit's `Sized` properties that outlives the unit."""
 
     num_bytes: int
     gradient_bytes: int
@@ -44,7 +44,7 @@ class Size:
 
 
 class Budget:
-    """The number of bytes that all units of a group together can use on one rank.
+    """The memory budget, in bytes, that all units of a group share on one rank.
 
     Args:
         num_bytes: the budget. None means six times the size of the largest unit that contains no

@@ -119,7 +119,7 @@ class Entry:
         return self.missing
 
     def begin_call(self, call: int) -> None:
-        """Expect the backward pass of a forward call, unless that pass is already complete."""
+        """Record that a forward call awaits its backward pass, unless that pass is complete."""
         if call == UNWATCHED:
             self.is_unwatched = True
         elif call in self._kept_calls:  # their graph is gone through again, all of it
@@ -137,7 +137,7 @@ class Entry:
         self.calls.discard(call)
 
     def keep_calls(self) -> None:
-        """Expect completed calls to run backward again, in case their graph is reused.
+        """Allow completed calls to run backward again, in case their graph is reused.
 
         This method is called after an autograd run that produced only gradients of inputs.
         """

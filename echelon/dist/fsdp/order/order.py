@@ -1,7 +1,7 @@
 """Turn events into actions for the units of one group.
 
-`Order` records the order in which forward passes request units, and uses these records to gather
-the next units ahead of time. The records are the same on all ranks, so all ranks gather the same
+`Order` records the sequence in which forward passes request units, and uses this record to gather
+the next units ahead of time. The record is the same on all ranks, so all ranks gather the same
 units.
 
 [Note: when a step fails] An exception can leave a unit's forward or backward pass unfinished. At
@@ -168,7 +168,7 @@ class Order:
         return self._residency.take()
 
     def inputs_have_gradients(self, entry: Entry, call: int) -> Actions:
-        """Handle the end of autograd's pass through a forward call of a unit.
+        """Handle the end of the backward pass of one of a unit's forward calls.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradients are wrong.
@@ -194,7 +194,7 @@ class Order:
         If `in_backward` is still True afterwards, `backward_completes` must be called next.
 
         Args:
-            agreed: the votes from `backward_asks`, each replaced by the maximum over all ranks.
+            agreed: the maximum over all ranks of each vote from `backward_asks`.
         """
         run = self._running()
         if run.yields_nothing:

@@ -46,9 +46,10 @@ class Pending:
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
-        """Return this rank's votes on the recordings whose backward pass uses collectives.
+        """Return this rank's votes on which recordings take part; see `Order.backward_asks`.
 
-        The list is empty if there is at most one such recording.
+        Only recordings whose backward pass uses collectives are put to the vote. If there is at
+        most one such recording, the list is empty.
         """
         numbers = sorted(self._communicating)
         return [self._word(number, run) for number in numbers] if len(numbers) > 1 else []

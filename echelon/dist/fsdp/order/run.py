@@ -7,10 +7,10 @@ Two rules ensure that all ranks start the same collectives in the same order:
 * Gradients are reduced in the reverse of the order in which forward passes *began*. A unit that is
   ready waits for the units before it in this order.
 
-A unit's parameters are released after autograd has computed the gradients of all the parameters or
-of all the unit's inputs. If a unit has frozen parameters and its inputs need no gradients, the unit
-is released at the end of the run. A run that computes only gradients of inputs (the first half of a
-split backward pass) neither releases nor reduces anything.
+A unit's parameters are released after autograd has computed the gradients of all of these
+parameters or of all of the unit's inputs. If a unit has frozen parameters and its inputs need no
+gradients, the unit is released at the end of the run. A run that computes only gradients of inputs
+(the first half of a split backward pass) neither releases nor reduces anything.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Run:
         self.look(entry, passed=False)
 
     def look(self, entry: Entry, *, passed: bool) -> None:
-        """Release and reduce a unit if its backward pass is complete.
+        """Release a unit and reduce its gradients if its backward pass is complete.
 
         Args:
             passed: whether autograd has computed the gradients of the unit's inputs.
@@ -180,7 +180,7 @@ class Run:
         )
 
     def _is_complete(self, entry: Entry, *, passed: bool) -> bool:
-        """Return whether all gradients of a unit's parameters have been computed."""
+        """Return whether all gradients of a unit's parameters or inputs have been computed."""
         if not passed and entry.borrowed:
             return False  # what it borrowed is not among what it awaits
         # A run that yields no gradient at all computes those of inputs only. Which parameters of

@@ -76,7 +76,7 @@ class Member:
         """Make the modules use the leaf.
 
         Raises:
-            ValueError: the program has replaced the parameter of a module with another object.
+            ValueError: the program has replaced a module's parameter with another object.
         """
         if self.leaf.requires_grad != self.shard.requires_grad:
             self.leaf.requires_grad_(self.shard.requires_grad)
@@ -136,7 +136,7 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if a gather since the last call found that the shard had changed, else 0."""
+        """Return 1 if any gather since this method's last call found a changed shard, else 0."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 
@@ -180,7 +180,7 @@ class Member:
         return self.leaf.grad is not None or self.aside is not None
 
     def set_aside(self) -> None:
-        """Move the leaf's gradient to `aside`, adding it to any gradient there.
+        """Move the leaf's gradient to `aside`, adding it to any gradient already stored there.
 
         A gradient that already has the dtype of the reduction remains in the leaf.
         """
@@ -216,7 +216,7 @@ class Member:
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
     def move(self, piece: Piece, part: Part) -> None:
-        """Switch to this rank's new shard of the parameter after the flat vector was moved."""
+        """Switch to this rank's new shard after the flat vector has moved to another group."""
         self.piece, self.part = piece, part
         self.drop_gradient()
         self.leaf.data = self.within(self.flat.full.tensor).data

@@ -83,12 +83,12 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """The module's path in the outermost sharded module, for error messages."""
+        """The module's path within the outermost sharded module, for error messages."""
         return self.entry.name
 
     @property
     def state(self) -> State:
-        """The state of the unit's parameters in memory."""
+        """Which parts of the unit's parameters are in memory."""
         return self.entry.state
 
     def borrow(self, owners: Sequence[Unit]) -> None:
@@ -112,7 +112,8 @@ class Unit:
         Args:
             group: the ranks to shard the unit across.
             replicas: the ranks that keep copies of this rank's new chunks, or None.
-            near: the ranks of the new group that gather the unit again for backward, or None.
+            near: the ranks of the new group that gather the unit again for backward; None means all
+                ranks.
             number: the unit's number within the new group.
             flat_numbers: the numbers of the unit's flat vectors within the new group.
             memory: the memory that all flat vectors of the new group share.
@@ -126,7 +127,7 @@ class Unit:
         self.entry.outer, self.entry.sync = old.outer, old.sync
 
     def borrow_again(self) -> None:
-        """Record the borrowed parameters again, after all units have been moved."""
+        """Record the borrowed parameters again, after all units have moved to another group."""
         owners, self.borrowed = self.borrowed, []
         self.borrow(owners)
 
@@ -217,7 +218,7 @@ class Unit:
         )
 
     def has_tag(self, tag: int) -> bool:
-        """Return whether a tag from a collective's shape belongs to a flat vector of this unit."""
+        """Return whether a tag, decoded by `tag_of`, identifies a flat vector of this unit."""
         return any(flat.number % (1 << TAG_BITS) == tag for flat in self.flats)
 
     def has_gradients(self) -> bool:
@@ -228,8 +229,8 @@ class Unit:
         """Check that the shards are ready for an optimizer's step.
 
         Raises:
-            ValueError: gradients have not been reduced, the parameters are held, or a shard was
-                converted or moved.
+            ValueError: gradients have not been reduced, the program holds the full parameters, or
+                a shard was converted or moved.
         """
         if self.has_gradients():
             raise ValueError(

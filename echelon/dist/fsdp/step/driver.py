@@ -110,7 +110,7 @@ class Driver:
         self.order.budget.measure(self.sizes.values())
 
     def keep_sizes(self, numbers: Iterable[int]) -> None:
-        """Include only the given units in the budget from now on."""
+        """Remove all but the given units from the budget."""
         self.sizes = {number: self.sizes[number] for number in sorted(numbers)}
         if not self.sizes:
             self.order.budget.num_bytes = None
@@ -125,7 +125,7 @@ class Driver:
         return memory
 
     def next_unit(self) -> int:
-        """Return the number of the next unit."""
+        """Return the number that the next unit must have."""
         return self._num_units
 
     def next_flat(self) -> int:
@@ -134,7 +134,7 @@ class Driver:
         return self._num_flats - 1
 
     def near(self, size: int) -> ProcessGroup:
-        """Return this rank's group of `size` neighboring ranks. Collective on the first call."""
+        """Return this rank's group of `size` neighbors. Collective on the first call per size."""
         if is_absent(self.group):
             return self.group  # until the unit moves; it refuses all operations
         if size not in self._near:
@@ -144,10 +144,10 @@ class Driver:
         return self._near[size]
 
     def prepare(self, device: torch.device) -> None:
-        """Make every group create its device communicators now. Collective.
+        """Make every group create its device communicators before the first step. Collective.
 
-        Without this call, a group would create its communicator in the middle of a step, which
-        might block.
+        Otherwise a group would create its communicator in the middle of a step, where this might
+        block.
         """
         for group in self.groups():
             if device.type != "cpu" and group.size > 1 and (group, device) not in self._prepared:
@@ -209,7 +209,7 @@ class Driver:
             self._do(self.order.gradient_arrives(unit.entry, member))
 
     def inputs_have_gradients(self, unit: Unit, call: int) -> None:
-        """Release and reduce a unit if the inputs of all its calls have gradients."""
+        """Release a unit and reduce its gradients if the inputs of all its calls have gradients."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.inputs_have_gradients(unit.entry, call))

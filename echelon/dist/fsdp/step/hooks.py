@@ -132,7 +132,7 @@ class _ModuleHooks:
         self._inputs: list[weakref.ref[torch.Tensor]] = []  # those that are watched
 
     def follow_move(self) -> None:
-        """Report to the unit's new driver, and forget any unfinished forward pass."""
+        """Switch to the unit's new driver, and forget any unfinished forward pass."""
         self._driver = driver_of(self._unit)
         self._ran.clear()
         self._call, self._inputs = None, []
@@ -215,7 +215,7 @@ def _trains(args: Any, kwargs: Any) -> bool:
 
 
 def _watch(value: Any, told: Callable[[], None]) -> bool:
-    """Call `told` whenever a tensor receives a gradient.
+    """Call `told` whenever any tensor in `value` receives a gradient.
 
     Returns:
         False if no tensor requires a gradient, otherwise True.
@@ -233,7 +233,7 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
 
 
 class _Told:
-    """A callback that runs once per backward pass, as soon as a call's inputs have gradients."""
+    """A callback that runs once per backward pass, when all inputs of a call have gradients."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
