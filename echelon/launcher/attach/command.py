@@ -70,7 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         help="command that reaches a host",
     )
     parser.add_argument(
-        "--wait", type=float, default=GAP_S, metavar="S", help="time between the two snapshots (default 5)"
+        "--wait",
+        type=float,
+        default=GAP_S,
+        metavar="S",
+        help="time between the two snapshots (default 5)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the snapshot in DIR")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")

@@ -75,7 +75,7 @@ def outside_lines(facts: RankEvidence) -> list[str]:
     if gloo:
         inside = is_in_collective(facts)
         what = "one waits for a peer" if inside else "none is in a collective"
-        lines.append(f"rank {facts.rank}: of its {len(gloo)} Gloo threads {what}")
+        lines.append(f"rank {facts.rank}: of its {len(gloo)} Gloo threads, {what}")
     return lines
 
 
