@@ -1,7 +1,7 @@
 """Parse `--rdzv-conf`, which configures the rendezvous and the detection of lost nodes.
 
-All of torchrun's keys are accepted. Each of these keys that has no effect in echelon adds an entry
-to `Conf.notes`. An unknown key is an error.
+All of torchrun's keys are accepted. For each key that has no effect in echelon, a note is added to
+`Conf.notes`. An unknown key is an error.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _own_addresses(endpoint: str) -> set[str]:
 
 
 def _listen(addresses: set[str]) -> socket.socket:
-    """Listen on the given address if there is exactly one, otherwise on all local addresses.
+    """Listen on the address in `addresses`, or on all local addresses unless it contains just one.
 
     Raises:
         OSError: the address cannot be bound.

@@ -19,7 +19,7 @@ from echelon.recorder.continuation import Epoch
 
 
 class Admissions:
-    """The ranks being replaced in the current attempt, until their new processes have joined.
+    """The ranks whose new processes have been admitted to the attempt but have not yet joined.
 
     Args:
         epochs: the attempt's epochs.
@@ -37,7 +37,7 @@ class Admissions:
         return self._epochs.number
 
     def clear(self) -> None:
-        """Forget all admissions, because another attempt begins."""
+        """Discard all pending admissions, because another attempt begins."""
         self._joining.clear()
 
     def begin(self, rank: int, life: int) -> int:
