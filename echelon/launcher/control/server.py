@@ -1,9 +1,9 @@
 """Connect the coordinator to all nodes and status clients through a gRPC server.
 
-The server runs on its own thread. Each node and each status client has one stream. If a node's stream breaks, the node can reconnect
-and resume its session. A node counts as lost once its machine refuses connections to its life sign,
-or once it has been silent for too long. Silence is measured on a clock that stops while the
-server's process is not running.
+The server runs on its own thread. Each node and each status client has one stream. If a node's
+stream breaks, the node can reconnect and resume its session. A node counts as lost once its machine
+refuses connections to its life sign, or once it has been silent for too long. Silence is measured
+on a clock that stops while the server's process is not running.
 
 Every frame is authenticated with the job's secret. If messages arrive faster than the coordinator
 can handle them, the server stops reading from the nodes until the coordinator has caught up.
@@ -422,7 +422,7 @@ class _Member:
         self.is_silent = False
 
     def note_sent(self, now_s: float) -> None:
-        """Record that a frame was sent, so that no heartbeat is due before the next interval ends."""
+        """Record that a frame was sent; every frame also serves as a heartbeat."""
         self.owes_beat = False
         self.sent_s = now_s
 

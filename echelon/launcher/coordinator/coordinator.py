@@ -842,7 +842,7 @@ class Coordinator:
         self._finish(ended_by, code)
 
     def _note_stopped(self) -> None:
-        """Record and print the step at which the last attempt stopped, if any attempt was started."""
+        """Report and print the step at which the last attempt stopped, if any attempt started."""
         if self._latest < 0:
             return
         stopped = where_it_stopped(self._run, self._latest)
