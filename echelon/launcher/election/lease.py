@@ -5,7 +5,7 @@
     lease: h + 0.9 P,  <-------------     reply to n, stamped s
     once a majority
     has replied
-    beat n+1, echo s,  ------------->     permit: its ranks can run until s + remaining
+    beat n+1, echo s,  ------------->     permit: its ranks may run until s + remaining
     remaining lease
 
 Timestamps of different nodes are never compared: the lease is measured on the host's clock, and the

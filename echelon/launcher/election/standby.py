@@ -24,7 +24,7 @@ _OVERDUE_SHARE = 0.75  # of the promise, so that ranks are examined before their
 
 
 class Standby:
-    """One node's state for following the host, and for replacing it if it is lost.
+    """Lets one node follow the host, and replace the host if it is lost.
 
     Args:
         name: the node's own name.
@@ -114,7 +114,7 @@ class Standby:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """Renew the promise of this host to itself, so that it does not vote for another node."""
+        """Renew this host's promise to itself, so that it does not vote for another node."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 
@@ -155,7 +155,7 @@ class Standby:
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
-        """Process votes and send due polls; return the search in progress, or None."""
+        """Process votes and send due polls; return the current search, or None if there is none."""
         candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
         if candidacy is None or canvasser is None or mandate is None:
             return candidacy

@@ -88,7 +88,10 @@ class Takeover:
         return min(self.office.deadline_s(), now_s() + 0.1)
 
     def step(self, events: Iterable[tuple[str, m.Event]]) -> Inheritance | None:
-        """Process events and send due heartbeats; return the inherited state once complete."""
+        """Process events and send due heartbeats; return the inherited state once it is complete.
+
+        Until then, return None.
+        """
         for name, event in events:
             self._take(name, event)
         for name, beat in self.office.beats(now_s()):

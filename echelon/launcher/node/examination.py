@@ -40,7 +40,7 @@ class Examination:
         self.due_s = 0.0
 
     def step(self) -> Sequence[Record] | None:
-        """Take the next step; after the last step, return the records of the ranks."""
+        """Take the next step; return None, or the ranks' records once all steps have been taken."""
         try:
             self.due_s = time.monotonic() + next(self._steps)
         except StopIteration as end:

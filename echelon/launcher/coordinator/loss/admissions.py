@@ -87,9 +87,8 @@ class Admissions:
     def delayed_by(self, world: World) -> list[int]:
         """Return the joining ranks if all other ranks are waiting for them, otherwise [].
 
-        A rank that has already entered the epoch also counts as waiting. It can enter the epoch
-        before the joining ranks, because a send that fits into a buffer completes before the
-        receiver is ready.
+        A rank that has already entered the epoch counts as waiting too. It can enter before the
+        joining ranks do, because its sends to them complete at once if they fit into a buffer.
         """
         epoch = self._epochs.awaited
         if epoch is None or not self._joining:

@@ -254,7 +254,7 @@ class Replacements:
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
-        """Let ranks wait for another node if their node was lost before a process was started."""
+        """Let lost ranks wait for another node if their node was lost before they were replaced."""
         nodes = {world.node_of(rank) for rank in self._at(_Stage.WANTED)}
         for node in nodes.difference(world.present):
             self._vacate(world, node)
@@ -339,7 +339,7 @@ class Replacements:
         return [rank for rank, place in self._places.items() if place.stage is stage]
 
     def _watch(self, world: World, now_s: float) -> list[decide.Event]:
-        """Stop tracking processes that have joined; report or kill processes that take too long."""
+        """Stop tracking processes that have joined; report or kill those past their deadline."""
         delaying = self._admissions.delayed_by(world)
         events: list[decide.Event] = []
         for rank, place in list(self._places.items()):
@@ -398,7 +398,7 @@ class Replacements:
         killed.
 
         Args:
-            ranks: the ranks whose processes to dismiss, some of which might have ended already.
+            ranks: the ranks to dismiss; some of their processes might have ended already.
         """
         self._vacant.clear()
         for rank in self._at(_Stage.WANTED):

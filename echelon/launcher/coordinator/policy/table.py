@@ -163,7 +163,7 @@ def row_for(failure: Failure) -> Row:
 
 
 def may_pass(cause: str) -> bool:
-    """Return whether a stall with this cause can clear on its own."""
+    """Return whether a stall with the given cause can clear on its own."""
     return next((row for row in TABLE if cause in row.causes), TABLE[-1]).may_pass
 
 
