@@ -157,7 +157,11 @@ class NodeAgent:
         return min(due)
 
     def tick(self) -> None:
-        """Show delayed output, continue a snapshot, and kill workers after their grace period."""
+        """Carry out the work that is due.
+
+        This includes showing delayed output, continuing a snapshot in progress, killing workers
+        whose grace period has ended, and starting standbys.
+        """
         self._terminal.tick()
         self.probes.tick()
         if self._hook is not None and self._hook.tick(time.monotonic()):
@@ -171,7 +175,11 @@ class NodeAgent:
             self._standbys.start_next()
 
     def _is_steady(self) -> bool:
-        """Return whether this node is in a steady state, so that it can start a standby."""
+        """Return whether this node can start a standby without disturbing a start, stop or snapshot.
+
+        A node that runs workers is steady once all of them have finished some steps, or have run
+        for a while.
+        """
         if self._examination is not None or self._hook is not None:
             return False
         if not self.has_workers:
@@ -263,7 +271,7 @@ class NodeAgent:
         )
 
     def _set_aside(self, worker: Worker) -> None:
-        """Move a lost rank's ring to disk, rename the rank's folder, and discard its state."""
+        """Move a lost rank's ring to disk, rename the rank's folder, and discard the rank's state."""
         for known in (self._sighting, self._standings):
             if known is not None:
                 known.forget(worker.rank)
@@ -444,7 +452,7 @@ class NodeAgent:
         self._end_workers(signal.SIGKILL)
 
     def kill_ranks(self, command: m.KillRanks) -> None:
-        """Kill some ranks and their process groups."""
+        """Kill the given ranks and their process groups."""
         if command.attempt != self.attempt:
             return  # an earlier one
         self._kill_some(command.ranks)

@@ -106,7 +106,7 @@ class Sighting:
         return [] if self._limits is None else self._limits.rows()
 
     def _note_dumps(self, own: dict[int, int]) -> None:
-        """Record the lowest rank that has a new dump."""
+        """If any ranks have new dumps, record the lowest of these ranks."""
         new = [rank for rank, num in own.items() if num > self._num_dumps.get(rank, 0)]
         if new:
             self._dumped_rank = min(new)
