@@ -175,10 +175,10 @@ class NodeAgent:
             self._standbys.start_next()
 
     def _is_steady(self) -> bool:
-        """Return whether this node can start a standby without disturbing a start, stop or snapshot.
+        """Return whether this node can start a standby without disturbing other work.
 
         A node that runs workers is steady once all of them have finished some steps, or have run
-        for a while.
+        for a while, and while it neither stops them nor takes a snapshot.
         """
         if self._examination is not None or self._hook is not None:
             return False
@@ -271,7 +271,7 @@ class NodeAgent:
         )
 
     def _set_aside(self, worker: Worker) -> None:
-        """Move a lost rank's ring to disk, rename the rank's folder, and discard the rank's state."""
+        """Move a lost rank's ring to disk, rename its folder, and discard the state of the rank."""
         for known in (self._sighting, self._standings):
             if known is not None:
                 known.forget(worker.rank)

@@ -401,7 +401,7 @@ def _note_uncaught() -> None:
 
 
 def _is_outermost(frame: FrameType | None) -> bool:
-    """Return whether the interpreter called our hook, directly or through other echelon hooks."""
+    """Return whether the interpreter called the hook, directly or through other echelon hooks."""
     while frame is not None and _is_echelons(frame.f_globals):
         frame = frame.f_back
     return frame is None
