@@ -43,7 +43,7 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
     """Convert the key-value pairs of `--rdzv-conf` to a `Conf`.
 
     Raises:
-        ValueError: a key is unknown, or a value is out of range.
+        ValueError: a key is unknown, or a value is malformed or out of range.
     """
     unknown = settings.keys() - _TORCHRUNS - {
         "is_host", "join_timeout", "timeout", "last_call_timeout", "lost_after", "failover"

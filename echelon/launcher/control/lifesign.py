@@ -79,7 +79,7 @@ def _own_addresses(endpoint: str) -> set[str]:
 
 
 def _listen(addresses: set[str]) -> socket.socket:
-    """Listen on the address in `addresses`, or on all local addresses unless it contains just one.
+    """If exactly one address is given, listen on it; otherwise listen on all local addresses.
 
     Raises:
         OSError: the address cannot be bound.

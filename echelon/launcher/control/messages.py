@@ -243,7 +243,7 @@ class StopAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """An event: a node has disconnected. The link creates this event; no node sends it."""
+    """An event: a node has disconnected. The server creates this event; no node sends it."""
 
     reason: str
 
@@ -432,7 +432,7 @@ class Collect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClearUp:
-    """A command: end any processes that the workers left behind, flush all output, send `Idle`."""
+    """A command: end the processes that workers left behind, flush all output, and send `Idle`."""
 
     attempt: int
 
@@ -542,7 +542,7 @@ _PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": 
 
 
 def _check(annotation: object, value: object) -> None:
-    """Check that a value has its field's type: a plain type, or a (nested) list of one.
+    """Check that a value has its field's type: a plain type or a (nested) list of such a type.
 
     Raises:
         TypeError: the value has another type.

@@ -207,7 +207,7 @@ class ControlServer:
     async def _room(self) -> None:
         """Wait until the coordinator has caught up with the received messages.
 
-        One task polls the mailbox on behalf of all nodes that wait.
+        One task polls the mailbox on behalf of all waiting nodes.
         """
         if self._has_room is None:
             self._has_room = self._loop.create_task(self._poll_for_room())

@@ -43,7 +43,7 @@ class Incidents:
         examined: called after each stall has been examined. Its last argument is the stall's
             incident, or None if no incident was stored.
         observers: the observers to notify.
-        stalls_end: whether a stall that persists ends the attempt.
+        stalls_end: whether `--on-stall` stops or kills ranks if a stall persists.
     """
 
     def __init__(

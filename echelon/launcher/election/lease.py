@@ -8,6 +8,8 @@
     beat n+1, echo s,  ------------->     permit: its ranks may run until s + remaining
     remaining lease
 
+P is the duration of a promise, and h is the time at which the host sends the heartbeat.
+
 Timestamps of different nodes are never compared: the lease is measured on the host's clock, and the
 permit on the node's clock. Both periods start when a message is sent, so a delayed reply can only
 shorten them.

@@ -7,7 +7,7 @@ former and the next electors. Such a mandate needs a majority of each set (joint
 
 In a world of two nodes, the host is the only elector, so the other node cannot replace it. If the
 job has a witness, both nodes and the witness are electors. The witness also votes in any other
-world with an even number of electing nodes.
+world in which the number of nodes that are electors is even.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A world begins once at least `min_nodes` nodes are connected and one of these conditions holds:
 
 - `max_nodes` nodes are connected.
-- All nodes of the previous world that have not left are connected.
+- At least one node of the previous world has stayed connected and is not avoided.
 - The last call has ended.
 
 The last call is a short grace period for nodes that were started together but connect at different
@@ -82,7 +82,7 @@ class Roster:
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin gathering nodes for a world; all time limits count from now."""
+        """Begin gathering nodes for a world; all time limits count from `now_s`."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 
@@ -113,7 +113,7 @@ class Roster:
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:
-        """Return the nodes from which the next world is chosen, by name."""
+        """Return the nodes, keyed by name, from which the next world is chosen."""
         good = {name: node for name, node in self._nodes.items() if name not in self._avoided}
         return good if len(good) >= self._min else self._nodes
 

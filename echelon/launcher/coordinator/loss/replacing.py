@@ -3,12 +3,11 @@
 The other ranks do not wait: they continue among themselves, as under `--on-loss shrink`. Once the
 incident of the loss has been collected, a new process starts on the rank's node, from a standby
 process if one is ready. If the node itself was lost, one other node that runs no ranks takes over
-all of its ranks. The other node is a spare node or a node that connects later. The new process
-loads the program and reports that it has no state yet (`State.JOINING`). It is then admitted by a
-separate epoch (a new published list of ranks), which the other ranks enter at the end of a step.
-Until then, the process is not a rank, and the other ranks are not affected if it ends. The ranks of
-a node that connects late, while the world has fewer nodes than `--nnodes` allows, join in the same
-way.
+all of its ranks: either a spare or a node that connects later. The new process loads the program
+and reports that it has no state yet (`State.JOINING`). It is then admitted by a separate epoch (a
+new published list of ranks), which the other ranks enter at the end of a step. Until then, the
+process is not a rank, and the other ranks are not affected if it ends. The ranks of a node that
+connects late, while the world has fewer nodes than `--nnodes` allows, join in the same way.
 
 [Note: two processes of one rank] A node that is cut off might still be running its ranks after
 other processes have replaced these ranks. Each epoch therefore identifies the process of a rank by
