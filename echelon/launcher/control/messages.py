@@ -111,7 +111,7 @@ class Sights:
     `folded` aggregates all ranks that have a ring; it is [] if no rank has one. Its elements are:
 
     - the node's first rank
-    - whether any of these ranks is initialized
+    - whether any of these ranks is initialized (its world group exists)
     - the time since the last progress in ms (-1: none)
     - the age of the oldest pending operation in ms (-1: none)
     - the rank with the oldest pending operation
@@ -121,7 +121,7 @@ class Sights:
     `ranks` contains one list for each of the other ranks:
 
     - the rank
-    - whether the rank is initialized
+    - whether the rank is initialized or, if it has no ring, has connected to the store
     - the time since the last progress in ms (-1: none)
     - the age of the oldest pending operation in ms (-1: none)
     - the number of signs of activity

@@ -1,8 +1,8 @@
 """Keep a node ready to take over the job.
 
-In a job with failover, every node, including the host, has a `Standby`, which opens a listener at
-the start of the job, so that the port is certain to be available for a takeover. Votes are cast on
-the listener's thread; all other work runs in the agent's event loop.
+In a job with failover, every node, including the host, has a `Standby`. It opens a listener at the
+start of the job, so that the port is certain to be available for a takeover. Votes are cast on the
+listener's thread; all other work runs in the agent's event loop.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Standby:
         return elector.free_s(now_s()) < (1 - _OVERDUE_SHARE) * self.promise_s
 
     def lose_host(self, *, is_dead: bool) -> None:
-        """Begin to search for another host.
+        """Begin searching for another host.
 
         Args:
             is_dead: whether the host's machine refuses connections, which proves that the launcher

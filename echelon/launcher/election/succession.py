@@ -1,4 +1,4 @@
-"""In a job with failover, decide when the host can begin a world and when it must stop.
+"""In a job with failover, decide when the host may begin a world and when it must stop.
 
 A host must stop once its lease has expired, because the other nodes can then elect another host.
 This module also sends the host's heartbeats and mandates, and fences lost nodes.

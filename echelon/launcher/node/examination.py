@@ -35,7 +35,7 @@ class Examination:
         self._steps = harvest_steps(workers, occasion, lambda: self._is_urgent, gap_s)
 
     def hurry(self) -> None:
-        """Skip the remaining waits of the examination."""
+        """Skip the remaining waits in the examination."""
         self._is_urgent = True
         self.due_s = 0.0
 

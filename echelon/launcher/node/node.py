@@ -177,8 +177,8 @@ class NodeAgent:
     def _is_steady(self) -> bool:
         """Return whether this node can start a standby without disturbing other work.
 
-        A node that runs workers is steady once all of them have finished some steps, or have run
-        for a while, and while it neither stops them nor takes a snapshot.
+        Running workers must all have finished some steps or have run for a while, and the node must
+        be neither stopping them nor taking a snapshot.
         """
         if self._examination is not None or self._hook is not None:
             return False
@@ -235,7 +235,7 @@ class NodeAgent:
         return words[Live.STEP] - words[Live.FIRST_STEP]
 
     def replace(self, command: m.Replace) -> None:
-        """Start a process to replace a rank that has ended; the old rank's folder is renamed."""
+        """Start a process to replace a rank that has ended, after renaming the ended rank's folder."""
         start, shared = self._start, self._shared
         if start is None or shared is None or command.attempt != self.attempt:
             return  # an earlier one
@@ -271,7 +271,7 @@ class NodeAgent:
         )
 
     def _set_aside(self, worker: Worker) -> None:
-        """Move a lost rank's ring to disk, rename its folder, and discard the state of the rank."""
+        """Discard a lost rank's state, move its ring to disk, and rename its folder."""
         for known in (self._sighting, self._standings):
             if known is not None:
                 known.forget(worker.rank)
@@ -428,7 +428,7 @@ class NodeAgent:
         """Stop all workers: signal them, and kill them after the grace period.
 
         A snapshot in progress is completed first. An urgent command skips the snapshot's remaining
-        waits. Only the first call in an attempt has an effect.
+        waits. Once the workers of an attempt have been signaled, further calls have no effect.
         """
         self._give_up_start()
         if self._grace.is_running:
@@ -491,7 +491,7 @@ class NodeAgent:
                     self._tell(event)
 
     def pass_on(self, number: int) -> None:
-        """Forward a user signal to all workers, but not to the workers' children."""
+        """Forward a signal from the user to all workers, but not to the workers' children."""
         for worker in self._workers:
             self._guard.signal(worker.local_rank, number, alone=True)
 

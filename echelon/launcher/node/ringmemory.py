@@ -1,7 +1,7 @@
 """Store the rings of a running job in memory instead of on disk.
 
 [Note: why rings are not on the disk] The kernel writes the pages of a mapped file back to the disk.
-If a program modifies a page while the kernel writes it back, the program can block on the file
+If a program modifies a page while the kernel is writing it back, the program can block on the file
 system. On a busy disk, such a wait can stall a rank for seconds. The launcher therefore stores the
 rings in a folder in /dev/shm, where memory accesses never wait for a disk. Once the workers have
 ended, each ring is moved to its rank's folder in the run directory. If the agent is killed, the
