@@ -235,7 +235,7 @@ class NodeAgent:
         return words[Live.STEP] - words[Live.FIRST_STEP]
 
     def replace(self, command: m.Replace) -> None:
-        """Start a process to replace a rank that has ended, after renaming the ended rank's folder."""
+        """Rename the folder of a rank that has ended, and start a process to replace the rank."""
         start, shared = self._start, self._shared
         if start is None or shared is None or command.attempt != self.attempt:
             return  # an earlier one
