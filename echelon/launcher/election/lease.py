@@ -39,7 +39,7 @@ def beat_interval_s(promise_s: float) -> float:
 
 
 class Lease:
-    """The host's right to run a world, which is valid while a majority of the electors reply.
+    """The host's right to run a world; it is valid while a majority of the electors reply.
 
     Args:
         name: the host's own name.

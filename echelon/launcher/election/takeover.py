@@ -49,7 +49,8 @@ class Takeover:
         mandate: the former host's last mandate.
         former: the name of the lost host.
         voters: the electors that voted for the elected host.
-        was_early: whether the former host's lease might still have been valid at the election.
+        was_early: whether the former host's lease might still have been valid when this host was
+            elected.
         send: sends a command to a node.
     """
 
