@@ -1,1 +1,1 @@
-"""Connect the agents of a job's nodes to the coordinator (the control plane)."""
+"""The control plane: connect the agents on a job's nodes to the coordinator."""

@@ -1,9 +1,10 @@
 """Connect a node to a coordinator on another node over gRPC.
 
-The link runs on its own thread. The thread tries to connect until the deadline, sends a greeting,
-and then transfers frames in both directions. Empty frames serve as heartbeats. If the stream ends
-or is silent for too long, the thread reconnects and resumes the session. The coordinator counts as
-lost once its host refuses a connection, or once nothing has arrived for `lost_after_s`.
+The link runs on its own thread. The thread tries to connect until the join timeout expires, sends a
+greeting, and then transfers frames in both directions. Empty frames serve as heartbeats. If the
+stream ends or is silent for too long, the thread reconnects and resumes the session. The
+coordinator counts as lost once its host refuses a connection, or once nothing has arrived for
+`lost_after_s`.
 
 Silence is measured on a clock that stops while this process is not running.
 """
@@ -66,8 +67,8 @@ class GrpcLink:
         hello: the greeting to send.
         join_timeout_s: how long to try to connect, in seconds.
         tls: the certificates; None for unencrypted connections.
-        lost_after_s: how long the coordinator can be silent before it counts as lost, in seconds.
-            Once the link is connected, the host's value applies instead.
+        lost_after_s: how long the coordinator may be silent before it counts as lost, in seconds.
+            Once the link is connected, the value from the host's greeting applies instead.
         is_last: whether this is the last link that this process will open.
 
     Attributes:
@@ -292,7 +293,7 @@ class GrpcLink:
             state = channel.get_state(try_to_connect=True)
 
     def _check_silence(self) -> None:
-        """Raise LaunchError if the coordinator was reached before but has been silent too long."""
+        """Raise LaunchError if the coordinator, once reached, has been silent for too long."""
         if self.is_connected and self._now_lived_s() > self._deadline_s:
             raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s")
 

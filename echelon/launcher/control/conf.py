@@ -1,7 +1,7 @@
 """Parse `--rdzv-conf`, which configures the rendezvous and the detection of lost nodes.
 
-All of torchrun's keys are accepted. Each of these keys that has no effect in echelon adds an entry
-to `Conf.notes`. An unknown key is an error.
+All of torchrun's keys are accepted. For each key that has no effect in echelon, a note is added to
+`Conf.notes`. An unknown key is an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
     """Convert the key-value pairs of `--rdzv-conf` to a `Conf`.
 
     Raises:
-        ValueError: a key is unknown, or a value is out of range.
+        ValueError: a key is unknown, or a value is malformed or out of range.
     """
     unknown = settings.keys() - _TORCHRUNS - {
         "is_host", "join_timeout", "timeout", "last_call_timeout", "lost_after", "failover"

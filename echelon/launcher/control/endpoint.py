@@ -3,8 +3,8 @@
 The endpoint is the address that other nodes connect to. The host cannot always bind this address:
 on Debian, for example, a machine's own name resolves to the loopback address 127.0.1.1.
 
-If a node sets `is_host` to true, this node is the host. By default, the host is the node with node
-rank 0 or, if no node ranks are given, the node that owns the endpoint's address.
+A node that sets `is_host` to true is the host. By default, the host is the node with node rank 0
+or, if no node ranks are given, the node that owns the endpoint's address.
 """
 
 from __future__ import annotations

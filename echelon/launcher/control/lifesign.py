@@ -79,7 +79,7 @@ def _own_addresses(endpoint: str) -> set[str]:
 
 
 def _listen(addresses: set[str]) -> socket.socket:
-    """Listen on the given address if there is exactly one, otherwise on all local addresses.
+    """If exactly one address is given, listen on it; otherwise listen on all local addresses.
 
     Raises:
         OSError: the address cannot be bound.

@@ -1,4 +1,4 @@
-"""Provide a clock that stops while this process is not running, to measure other nodes' silence.
+"""Measure other nodes' silence on a clock that stops while this process is not running.
 
 While a launcher is stopped or starved of CPU time, it receives nothing, so all other nodes appear
 to be silent. This clock skips such gaps. Leases and permits use real time instead (see

@@ -65,9 +65,9 @@ class Poll:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renew:
-    """A host's heartbeat to the witness. The reply is a `LeaseReply`.
+    """A host's message to the witness, usually a heartbeat. The reply is a `LeaseReply`.
 
-    If `number` is 0, the message only conveys the mandate.
+    If `number` is 0, the message is not a heartbeat: it conveys only the mandate.
     """
 
     founder: str
@@ -111,7 +111,7 @@ class Sights:
     `folded` aggregates all ranks that have a ring; it is [] if no rank has one. Its elements are:
 
     - the node's first rank
-    - whether any of these ranks is initialized
+    - whether any of these ranks is initialized (its world group exists)
     - the time since the last progress in ms (-1: none)
     - the age of the oldest pending operation in ms (-1: none)
     - the rank with the oldest pending operation
@@ -121,7 +121,7 @@ class Sights:
     `ranks` contains one list for each of the other ranks:
 
     - the rank
-    - whether the rank is initialized
+    - whether the rank is initialized or, if it has no ring, has connected to the store
     - the time since the last progress in ms (-1: none)
     - the age of the oldest pending operation in ms (-1: none)
     - the number of signs of activity
@@ -156,7 +156,7 @@ class Laps:
     - the first step
     - one past the last step
     - how long ago the lap started and ended, in us (two elements)
-    - the time spent on waiting, on checkpoints and on data, in us (three elements)
+    - the time spent waiting, on checkpoints and on loading data, in us (three elements)
 
     `ranks` contains one list per rank:
 
@@ -165,8 +165,8 @@ class Laps:
     - the time since the last sign of progress in ms (-1: none)
     - the step of the last saved checkpoint (-1: none)
     - the number of checkpoints loaded
-    - the time spent on waiting, on checkpoints and on data in the unfinished step, in us (three
-      elements)
+    - the time spent waiting, on checkpoints and on loading data in the unfinished step, in us
+      (three elements)
     """
 
     attempt: int
@@ -178,17 +178,17 @@ class Laps:
 class Standings:
     """An event: a node reports the state of its ranks in `resilient.run`.
 
-    `ranks` contains one list for each rank whose state has changed:
+    `ranks` contains one list for each rank whose state has changed since the previous report:
 
     - the rank
     - the numeric code of the rank's state
     - the rank's epoch
     - the first step of that epoch
-    - how many steps the rank repeats
+    - the number of steps that the rank must repeat in this epoch
     - how long ago the rank became ready, in ms (-1: not ready)
     - when the rank became ready, in ns on its node's monotonic clock; comparable only with the
       timestamps in the rank's own black box
-    - the epoch that the rank is entering together with joining ranks; 0 if none
+    - the epoch that the rank is entering, if new ranks join in it; 0 otherwise
     """
 
     attempt: int
@@ -243,7 +243,7 @@ class StopAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """An event: a node has disconnected. The link creates this event; no node sends it."""
+    """An event: a node has disconnected. The server creates this event; no node sends it."""
 
     reason: str
 
@@ -291,7 +291,7 @@ class Tock:
 class WaysTried:
     """The reply to `TryWays`: one [host, error] pair for each node.
 
-    The error is "" if the node was reached.
+    The error is "" if the replying node could connect to that node.
     """
 
     found: list[list[str]]
@@ -402,7 +402,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillRanks:
-    """A command: send SIGKILL to some ranks. The other ranks continue without them."""
+    """A command: send SIGKILL to the given ranks. The other ranks continue without them."""
 
     attempt: int
     ranks: list[int]
@@ -432,7 +432,7 @@ class Collect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClearUp:
-    """A command: end processes that workers left behind, flush their output, and send `Idle`."""
+    """A command: end the processes that workers left behind, flush all output, and send `Idle`."""
 
     attempt: int
 
@@ -542,7 +542,7 @@ _PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": 
 
 
 def _check(annotation: object, value: object) -> None:
-    """Check that a value has its field's type: a plain type, or (nested) lists of a plain type.
+    """Check that a value has its field's type: a plain type or a (nested) list of such a type.
 
     Raises:
         TypeError: the value has another type.

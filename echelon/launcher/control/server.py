@@ -1,9 +1,9 @@
-"""Connect the coordinator to all nodes and status clients through a gRPC server on its own thread.
+"""Connect the coordinator to all nodes and status clients through a gRPC server.
 
-Each node and each status client has one stream. If a node's stream breaks, the node can reconnect
-and resume its session. A node counts as lost once its machine refuses connections to its life sign,
-or once it has been silent for too long. Silence is measured on a clock that stops while the
-server's process is not running.
+The server runs on its own thread. Each node and each status client has one stream. If a node's
+stream breaks, the node can reconnect and resume its session. A node counts as lost once its machine
+refuses connections to its life sign, or once it has been silent for too long. Silence is measured
+on a clock that stops while the server's process is not running.
 
 Every frame is authenticated with the job's secret. If messages arrive faster than the coordinator
 can handle them, the server stops reading from the nodes until the coordinator has caught up.
@@ -63,7 +63,7 @@ class ControlServer:
     Args:
         events: the mailbox for received events, as (node, event) pairs.
         tls: the certificates; None for unencrypted connections.
-        lost_after_s: how long a node can be silent before it counts as lost, in seconds.
+        lost_after_s: how long a node may be silent before it counts as lost, in seconds.
         answer: returns the reply to a `Poll` or `Renew`, or None for any other message. Called on
             the server's thread.
         is_open: whether this node hosts the job. If not, the server only answers polls.
@@ -192,7 +192,7 @@ class ControlServer:
         await server.stop(_GRACE_S)
 
     async def _tick(self) -> None:
-        """Send heartbeats to all nodes when due, and drop nodes that have been silent too long."""
+        """Send heartbeats to all nodes when due, and drop nodes that were silent for too long."""
         while True:
             await asyncio.sleep(self._look_s)
             now_s = self._loop.time()
@@ -207,7 +207,7 @@ class ControlServer:
     async def _room(self) -> None:
         """Wait until the coordinator has caught up with the received messages.
 
-        A single task does the polling for all waiting nodes.
+        One task polls the mailbox on behalf of all waiting nodes.
         """
         if self._has_room is None:
             self._has_room = self._loop.create_task(self._poll_for_room())
@@ -273,8 +273,8 @@ class ControlServer:
         """Return the member to which a stream belongs, as identified by its first message.
 
         Raises:
-            _TryAgainError: the peer's previous session has not ended yet, or this node does not
-                host the job now but might become the host.
+            _TryAgainError: the peer's previous session has not ended yet, or this node is not the
+                job's host but might become the host.
             LaunchError: the message can neither start nor resume a session.
         """
         if not self._is_open:
@@ -422,7 +422,7 @@ class _Member:
         self.is_silent = False
 
     def note_sent(self, now_s: float) -> None:
-        """Record that a frame was sent, which also serves as a heartbeat."""
+        """Record that a frame was sent; every frame also serves as a heartbeat."""
         self.owes_beat = False
         self.sent_s = now_s
 

@@ -49,7 +49,7 @@ class Session:
 
     @property
     def owes_acknowledgement(self) -> bool:
-        """True if an acknowledgment is due, because the peer might be waiting for it."""
+        """True if an acknowledgment is due: the peer might be waiting for it."""
         return self._unacknowledged_bytes >= _ACK_BYTES
 
     def put(self, message: bytes) -> None:

@@ -340,7 +340,7 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, ended: Mapping[int, int], error: str = "") -> None:
-        """Handle one or more ranks that ended at the same time.
+        """Handle the simultaneous end of one or more ranks.
 
         Args:
             ended: the exit code of each rank that ended; LOST for a rank that was lost with its
@@ -443,7 +443,10 @@ class Coordinator:
             self._decide(world, decide.StallSeen(stall.reason))
 
     def _look_early(self, world: World) -> None:
-        """Collect an early incident if an operation or span has exceeded its learned limit."""
+        """If an operation or span has exceeded its learned limit, collect an early incident.
+
+        An early incident is collected before the stall timeout.
+        """
         was_reported = world.limits.is_reported
         early = world.look_early(self._lived_ns())
         if world.rule.is_stalled or world.attempt.phase is not decide.Phase.RUNNING:
@@ -616,7 +619,7 @@ class Coordinator:
         self._store_died = bool(how)
 
     def _act_all(self, world: World) -> None:
-        """Carry out the pending actions, except actions that must wait for the current incident."""
+        """Carry out the pending actions, except those that must wait for the current incident."""
         waiting: deque[decide.Action] = deque()
         while self._todo:
             action = self._todo.popleft()
@@ -806,7 +809,10 @@ class Coordinator:
             self._observers.tell(told)
 
     def _check_verdicts(self, now_s: float) -> None:
-        """Conclude the job once every incident has its verdict or the deadline has passed."""
+        """Conclude the job once every incident has its verdict or the wait for verdicts times out.
+
+        If the user stopped the job, verdicts are not awaited.
+        """
         assert self._ending is not None
         world, end = self._ending
         stopped_by_user = self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
@@ -836,7 +842,7 @@ class Coordinator:
         self._finish(ended_by, code)
 
     def _note_stopped(self) -> None:
-        """Report the step at which the last attempt stopped, if any attempt was started."""
+        """Report and print the step at which the last attempt stopped, if any attempt started."""
         if self._latest < 0:
             return
         stopped = where_it_stopped(self._run, self._latest)

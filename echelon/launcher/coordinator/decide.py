@@ -103,21 +103,21 @@ class StallSeen:
 
 @dataclass(frozen=True, slots=True)
 class SlowSeen:
-    """An event: no rank is active, and an operation or span has exceeded its learned limit."""
+    """An event: no rank is making progress, and an operation or span exceeds its learned limit."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StallExamined:
-    """An event: the incident for a stall is complete.
+    """An event: the incident for a stall is complete, or could not be collected.
 
     Attributes:
         lasts: whether the stall persists, which means that no rank has made progress since the
             incident began.
-        hung: the ranks that hang in their own code. If the attempt ends, the hung ranks get only a
-            short grace period, because the other ranks cannot shut down cleanly while they wait for
-            the hung ranks.
+        hung: the ranks that hang in their own code. If the attempt is stopped, these ranks are
+            killed after a short grace period, because the ranks that wait for them cannot shut down
+            cleanly until then.
     """
 
     lasts: bool
@@ -140,7 +140,7 @@ class LeaveRequested:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """An event: a deadline might have passed."""
+    """An event: time has passed; the attempt checks whether its `deadline_s` has been reached."""
 
 
 Event = (
@@ -174,7 +174,7 @@ class StopWorkers:
     Attributes:
         urgent: whether to stop the workers at once, without waiting for an incident to be
             collected.
-        hung: the ranks that get only a short grace period.
+        hung: the hung ranks, which are killed after a short grace period.
     """
 
     number: int
@@ -198,7 +198,7 @@ class EndAttempt:
 
 @dataclass(frozen=True, slots=True)
 class DismissJoiners:
-    """An action: end the processes that have not joined, now that all workers have finished."""
+    """An action: end the replacements that were never admitted, because no worker remains."""
 
     ranks: tuple[int, ...]
 
@@ -228,7 +228,7 @@ class Attempt:
 
     @property
     def awaits_collection(self) -> bool:
-        """True if the incident of a lost worker still has to be collected."""
+        """True if the incident for a lost worker has yet to be collected."""
         return bool(self._losses)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
@@ -268,7 +268,7 @@ class Attempt:
         return []
 
     def _over_if_last(self) -> list[Action]:
-        """Return the actions to take if no admitted worker is still running."""
+        """If no admitted worker is still running, return the actions to take; otherwise []."""
         if not self._running:
             return [] if self._may_be_stopped else self._over()
         if self.phase is Phase.RUNNING and self._running == self._joining:
@@ -293,7 +293,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """True if a scheduler might be stopping the whole node, which would explain the failure."""
+        """True if the first failure might be due to a scheduler that is stopping the whole node."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS

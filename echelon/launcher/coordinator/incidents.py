@@ -39,11 +39,11 @@ class Incidents:
 
     Args:
         node_name: the name of this node.
-        tell: sends a command to several nodes.
+        tell: called with nodes and a command; sends the command to these nodes.
         examined: called after each stall has been examined. Its last argument is the stall's
             incident, or None if no incident was stored.
         observers: the observers to notify.
-        stalls_end: whether ranks are stopped if a stall persists.
+        stalls_end: whether `--on-stall` stops or kills ranks if a stall persists.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Incidents:
             stall.recovered = stall.is_survived = True
 
     def _last_stall(self, world: World) -> Incident | None:
-        """Return an attempt's most recent stall, even if the stall has ended, or None."""
+        """Return an attempt's most recent stall, ended or not; None if there was no stall."""
         stalls = (one for one in reversed(self._report.incidents) if one.kind == "stall")
         return next((one for one in stalls if one.attempt == world.number), None)
 
@@ -164,7 +164,8 @@ class Incidents:
         """Begin an incident: request dumps from all nodes.
 
         Args:
-            set_aside: the return value of `Replacements.set_aside` for the lost ranks.
+            set_aside: the lost ranks whose folders will be renamed, as returned by
+                `Replacements.set_aside`.
         """
         self._observers.tell(
             IncidentBegan(
@@ -289,7 +290,7 @@ class Incidents:
         *,
         is_early: bool,
     ) -> None:
-        """Report an examined stall to its attempt, unless the incident is an early incident.
+        """Report an examined stall to its attempt, unless the incident is an early one.
 
         An early incident never ends an attempt.
         """

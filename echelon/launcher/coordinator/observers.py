@@ -30,7 +30,7 @@ class AttemptBegan:
 class RankEnded:
     """An event: a rank has ended.
 
-    `code` is a return code as in `subprocess`; None if the node was lost.
+    `code` is a return code as in `subprocess`; None if the rank's node was lost.
     """
 
     attempt: int

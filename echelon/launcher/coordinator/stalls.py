@@ -3,8 +3,8 @@
 The decision waits for the verdict. If the verdict's cause might be temporary, for example a slow
 rank or a broken link, the ranks get a grace period to make progress. If the job stalls again
 without having made progress, the next grace period is longer. If the culprit had begun to write or
-read a checkpoint before the other ranks began to wait, the time between these two points is
-deducted from the grace period.
+read a checkpoint before the other ranks began to wait, the time that passed in between is deducted
+from the grace period.
 
 Under `replace`, hung ranks are killed if the attempt can continue without them (`HungRanks`).
 """

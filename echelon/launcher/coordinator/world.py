@@ -113,7 +113,10 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of ranks, excluding the ranks of late nodes that have yet to join."""
+        """One past the highest rank that is or once was part of the world.
+
+        Some lower ranks, of late nodes, might have yet to join.
+        """
         size = sum(map(len, self.nodes.values()))
         while size and self.is_new(size - 1):
             size -= 1
@@ -121,12 +124,12 @@ class World:
 
     @property
     def num_members(self) -> int:
-        """The number of ranks that have been part of the world."""
+        """The number of ranks that are or once were part of the world."""
         return sum(not self.is_new(rank) for rank in range(self.size))
 
     @property
     def members(self) -> list[str]:
-        """The nodes that are not lost and have a rank that has been part of the world."""
+        """The nodes that are not lost and have a rank that is or once was part of the world."""
         return [node for node in self.present if not self._is_late(node)]
 
     def _is_late(self, node: str) -> bool:
@@ -135,7 +138,7 @@ class World:
         return bool(ranks) and all(map(self.is_new, ranks))
 
     def is_new(self, rank: int) -> bool:
-        """Return whether a rank of a late node has yet to join."""
+        """Return whether a rank belongs to a late node and has yet to join."""
         return rank in self.ended and self.ended[rank].is_new
 
     @property
@@ -326,11 +329,11 @@ class World:
         self.limits.begin_again(now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return an early examination if a slow operation or span makes one due, otherwise None."""
+        """Return an early examination if a slow operation or span calls for one, otherwise None."""
         return self.limits.look([self._views.get(node) for node in self.members], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
-        """Return the reason why an incident has no dump of a rank.
+        """Return why an incident has no dump of a rank.
 
         Args:
             late: the nodes whose dumps did not all arrive in time.

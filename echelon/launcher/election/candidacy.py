@@ -1,9 +1,10 @@
 """Find the new host after the loss of the former one, or stand for election.
 
 An elector first asks the other electors whether they would vote for it (a pre-vote). It asks for
-binding votes only after a majority agrees. The electors start at staggered times, in rank order, so
-the first remaining elector usually wins at once. If the votes are split, the candidates try again
-after delays of different lengths. A node that is not an elector only asks which node is the host.
+binding votes only after a majority has agreed. The electors start at staggered times, in rank
+order, so the first remaining elector usually wins at once. If the votes are split, the candidates
+try again after delays of different lengths. A node that is not an elector only asks which node is
+the host.
 """
 
 from __future__ import annotations

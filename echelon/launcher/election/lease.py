@@ -5,8 +5,10 @@
     lease: h + 0.9 P,  <-------------     reply to n, stamped s
     once a majority
     has replied
-    beat n+1, echo s,  ------------->     permit: its ranks can run until s + remaining
+    beat n+1, echo s,  ------------->     permit: its ranks may run until s + remaining
     remaining lease
+
+P is the duration of a promise, and h is the time at which the host sends the heartbeat.
 
 Timestamps of different nodes are never compared: the lease is measured on the host's clock, and the
 permit on the node's clock. Both periods start when a message is sent, so a delayed reply can only
@@ -37,7 +39,7 @@ def beat_interval_s(promise_s: float) -> float:
 
 
 class Lease:
-    """The host's right to run a world, which is valid while a majority of the electors reply.
+    """The host's right to run a world; it is valid while a majority of the electors reply.
 
     Args:
         name: the host's own name.

@@ -7,7 +7,7 @@ former and the next electors. Such a mandate needs a majority of each set (joint
 
 In a world of two nodes, the host is the only elector, so the other node cannot replace it. If the
 job has a witness, both nodes and the witness are electors. The witness also votes in any other
-world with an even number of electing nodes.
+world in which the number of nodes that are electors is even.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Mandate:
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:
-        """Return the member, other elector or witness with this name, or None."""
+        """Return the member, other elector or witness with the given name, or None."""
         if name == WITNESS and self.witness:
             return Member(name=name, host=name, endpoint=self.witness, num_workers=0, node_rank=-1)
         return next((one for one in (*self.members, *self.others) if one.name == name), None)
@@ -143,7 +143,7 @@ def unpack_mandate(data: bytes) -> Mandate:
 
 
 def _check(mandate: Mandate) -> None:
-    """Check the types of a mandate's received values.
+    """Check the types of the values in a received mandate.
 
     Raises:
         TypeError: a value has the wrong type.

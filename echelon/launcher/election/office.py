@@ -6,7 +6,7 @@ A world can begin once all three conditions are met:
 
 - A majority of the former electors and a majority of the next electors hold the world's mandate.
 - The host's lease is still valid.
-- Every rank of the previous world is dead, or its permit has expired.
+- Every rank of the previous world is dead, or the permit of its node has expired.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Office:
         return True
 
     def settle(self) -> None:
-        """Drop the former electors. Call this only once `is_held` returns True."""
+        """Drop the former electors. Call this only after `is_held` has returned True."""
         electorates = (self._next,)
         if self.mandate.electorates != electorates:
             self.mandate = replace(

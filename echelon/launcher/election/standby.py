@@ -1,8 +1,8 @@
 """Keep a node ready to take over the job.
 
-In a job with failover, every node, including the host, has a `Standby`, which opens a listener at
-the start of the job, so that the port is certain to be available for a takeover. Votes are cast on
-the listener's thread; all other work runs in the agent's event loop.
+In a job with failover, every node, including the host, has a `Standby`. It opens a listener at the
+start of the job, so that the port is certain to be available for a takeover. Votes are cast on the
+listener's thread; all other work runs in the agent's event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OVERDUE_SHARE = 0.75  # of the promise, so that ranks are examined before their
 
 
 class Standby:
-    """One node's state for following the host, and for replacing it if it is lost.
+    """Lets one node follow the host, and replace the host if it is lost.
 
     Args:
         name: the node's own name.
@@ -114,7 +114,7 @@ class Standby:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """Renew the promise of this host to itself, so that it does not vote for another node."""
+        """Renew this host's promise to itself, so that it does not vote for another node."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 
@@ -135,7 +135,7 @@ class Standby:
         return elector.free_s(now_s()) < (1 - _OVERDUE_SHARE) * self.promise_s
 
     def lose_host(self, *, is_dead: bool) -> None:
-        """Begin to search for another host.
+        """Begin searching for another host.
 
         Args:
             is_dead: whether the host's machine refuses connections, which proves that the launcher
@@ -155,7 +155,7 @@ class Standby:
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
-        """Process votes and send due polls; return the search in progress, or None."""
+        """Process votes and send due polls; return the current search, or None if there is none."""
         candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
         if candidacy is None or canvasser is None or mandate is None:
             return candidacy

@@ -1,4 +1,4 @@
-"""In a job with failover, decide when the host can begin a world and when it must stop.
+"""In a job with failover, decide when the host may begin a world and when it must stop.
 
 A host must stop once its lease has expired, because the other nodes can then elect another host.
 This module also sends the host's heartbeats and mandates, and fences lost nodes.
@@ -115,7 +115,8 @@ class Succession:
     def why_lapsed(self, *, has_world: bool) -> str:
         """Return why this host must stop; "" if it can continue.
 
-        While no ranks are running, the host waits a little longer for nodes to reconnect.
+        While no ranks are running, the host may continue for another `promise_s` seconds after its
+        lease has expired, so that nodes can reconnect.
 
         Args:
             has_world: whether ranks are running.
@@ -183,7 +184,7 @@ class Succession:
             self._send(name, beat_message(beat, self._office.promise_s))
 
     def _say_majority(self, num_nodes: int) -> None:
-        """Print whether another node can replace this host after its loss."""
+        """Print whether another node could take over if this host were lost."""
         mandate = self.mandate
         if WITNESS in mandate.electors:
             self._say(f"the witness at {mandate.witness} votes: another node may replace this one")

@@ -49,7 +49,8 @@ class Takeover:
         mandate: the former host's last mandate.
         former: the name of the lost host.
         voters: the electors that voted for the elected host.
-        was_early: whether the former host's lease might still have been valid at the election.
+        was_early: whether the former host's lease might still have been valid when this host was
+            elected.
         send: sends a command to a node.
     """
 
@@ -88,7 +89,10 @@ class Takeover:
         return min(self.office.deadline_s(), now_s() + 0.1)
 
     def step(self, events: Iterable[tuple[str, m.Event]]) -> Inheritance | None:
-        """Process events and send due heartbeats; return the inherited state once complete."""
+        """Process events and send due heartbeats; return the inherited state once it is complete.
+
+        Until then, return None.
+        """
         for name, event in events:
             self._take(name, event)
         for name, beat in self.office.beats(now_s()):

@@ -19,7 +19,7 @@ UNKNOWN_TERM = -1  # for a job that the witness does not know
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewal:
-    """A host's heartbeat to the witness.
+    """A host's message to the witness: a heartbeat, or only a mandate.
 
     Attributes:
         number: the number of the heartbeat; 0 if only a mandate is sent.

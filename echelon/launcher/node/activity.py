@@ -7,11 +7,11 @@ polling the store. Connections are examined only after the worker has been inact
 An inactive worker inside a collective of torch's Gloo backend counts as having a pending operation.
 A Gloo thread that waits for the interpreter's lock is recognized by how often it wakes up.
 
-Less than 1/50 of a core counts as inactivity, because threads that poll a clock always use some
-processor time. On an overloaded machine, a worker that is computing might get no more than this
-share. A worker therefore also counts as active if the worker, or a descendant such as a compiler,
-is often ready to run but has no processor. This rule applies only for a limited time, because a
-hung rank can look similar.
+A worker that uses less than 1/50 of a core counts as inactive, because threads that poll a clock
+always use some processor time. On an overloaded machine, a worker that is computing might get no
+more than this share. A worker therefore also counts as active if the worker, or a descendant such
+as a compiler, is often ready to run but has no processor. This rule applies only for a limited
+time, because a hung rank can look similar.
 """
 
 from __future__ import annotations

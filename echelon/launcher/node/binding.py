@@ -1,4 +1,4 @@
-"""Implement `--numa-binding`: choose the processors that each worker of this node can use.
+"""Implement `--numa-binding`: choose the processors that each worker on this node may use.
 
     node          all processors of the worker's NUMA node
     socket        all processors of the socket to which the NUMA node belongs
@@ -28,7 +28,7 @@ def bind(mode: str, num_workers: int, environ: Mapping[str, str]) -> list[frozen
     """Return each worker's processors, in local-rank order.
 
     Raises:
-        LaunchError: there are too few processors for this binding.
+        LaunchError: there are too few processors for the requested binding.
     """
     gpus = numa_nodes_of_gpus(environ)
     return Topology(_SYS, frozenset(os.sched_getaffinity(0))).bind(mode, num_workers, gpus)
@@ -59,7 +59,7 @@ class Topology:
             gpus: the NUMA node of each GPU.
 
         Raises:
-            LaunchError: there are too few processors for this binding.
+            LaunchError: there are too few processors for the requested binding.
         """
         nodes = self._nodes()
         homes = self._homes(num_workers, sorted(nodes), gpus)
@@ -104,10 +104,10 @@ class Topology:
     def _part(
         self, mode: str, groups: Sequence[frozenset[int]], index: int, count: int
     ) -> frozenset[int]:
-        """Return one worker's processors, chosen from the core groups of its NUMA node.
+        """Return one worker's processors, chosen from groups of its NUMA node's processors.
 
         Raises:
-            LaunchError: there are fewer cores than workers in exclusive mode.
+            LaunchError: in exclusive mode, there are fewer cores than workers.
         """
         if mode == "core-complex":  # if there are too few, workers share them
             return groups[index % len(groups)]

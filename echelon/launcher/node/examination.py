@@ -35,12 +35,12 @@ class Examination:
         self._steps = harvest_steps(workers, occasion, lambda: self._is_urgent, gap_s)
 
     def hurry(self) -> None:
-        """Skip the remaining waits of the examination."""
+        """Skip the remaining waits in the examination."""
         self._is_urgent = True
         self.due_s = 0.0
 
     def step(self) -> Sequence[Record] | None:
-        """Take the next step; after the last step, return the records of the ranks."""
+        """Take the next step; return None, or the ranks' records once all steps have been taken."""
         try:
             self.due_s = time.monotonic() + next(self._steps)
         except StopIteration as end:

@@ -244,7 +244,7 @@ class Guard:
             return pid, pipe.read().decode("utf-8", "replace")  # an empty text: exec has succeeded
 
     def _hold(self, folder: str) -> None:
-        """Lock a ring folder until the guard exits, so that no other launcher cleans it up."""
+        """Lock a ring folder until the guard exits, so that no other launcher removes it."""
         self._held.add(folder)
         try:
             fd = os.open(folder + "/home", os.O_RDONLY | os.O_CLOEXEC)
@@ -324,12 +324,12 @@ class Guard:
                 self._say(event="exited", index=index, code=code, mono_ns=now)
 
     def _sweep(self, number: int) -> tuple[int, list[int]]:
-        """Signal all descendants except workers.
+        """Signal all descendants except workers, standbys, and the descendants of standbys.
 
-        Standbys and their descendants are left out, because they do not belong to an attempt.
+        Standbys are left out because they do not belong to an attempt.
 
         Returns:
-            The number of descendants, and the pids that could not be signaled.
+            The number of these descendants, and the pids of those that could not be signaled.
         """
         has_workers = len(self._workers) > len(self._waiting)
         if number == signal.SIGKILL and not has_workers:

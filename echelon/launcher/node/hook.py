@@ -96,7 +96,7 @@ class Hook:
             self._drop(pipe)
 
     def _pass_on(self, pipe: int) -> None:
-        """Print the output that has arrived in one of the command's pipes."""
+        """Print the output that has arrived through one of the command's pipes."""
         if pipe not in self._rest:
             return
         with contextlib.suppress(BlockingIOError):

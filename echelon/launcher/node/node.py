@@ -157,7 +157,11 @@ class NodeAgent:
         return min(due)
 
     def tick(self) -> None:
-        """Show delayed output, continue a snapshot, and kill workers after their grace period."""
+        """Carry out the work that is due.
+
+        This includes showing delayed output, continuing a snapshot in progress, killing workers
+        whose grace period has ended, and starting standbys.
+        """
         self._terminal.tick()
         self.probes.tick()
         if self._hook is not None and self._hook.tick(time.monotonic()):
@@ -171,7 +175,11 @@ class NodeAgent:
             self._standbys.start_next()
 
     def _is_steady(self) -> bool:
-        """Return whether this node is in a steady state, so that it can start a standby."""
+        """Return whether this node can start a standby without disturbing other work.
+
+        Running workers must all have finished some steps or have run for a while, and the node must
+        be neither stopping them nor taking a snapshot.
+        """
         if self._examination is not None or self._hook is not None:
             return False
         if not self.has_workers:
@@ -227,7 +235,7 @@ class NodeAgent:
         return words[Live.STEP] - words[Live.FIRST_STEP]
 
     def replace(self, command: m.Replace) -> None:
-        """Start a process to replace a rank that has ended; the old rank's folder is renamed."""
+        """Rename the folder of a rank that has ended, and start a process to replace the rank."""
         start, shared = self._start, self._shared
         if start is None or shared is None or command.attempt != self.attempt:
             return  # an earlier one
@@ -263,7 +271,7 @@ class NodeAgent:
         )
 
     def _set_aside(self, worker: Worker) -> None:
-        """Move a lost rank's ring to disk, rename the rank's folder, and discard its state."""
+        """Discard a lost rank's state, move its ring to disk, and rename its folder."""
         for known in (self._sighting, self._standings):
             if known is not None:
                 known.forget(worker.rank)
@@ -420,7 +428,7 @@ class NodeAgent:
         """Stop all workers: signal them, and kill them after the grace period.
 
         A snapshot in progress is completed first. An urgent command skips the snapshot's remaining
-        waits. Only the first call in an attempt has an effect.
+        waits. Once the workers of an attempt have been signaled, further calls have no effect.
         """
         self._give_up_start()
         if self._grace.is_running:
@@ -444,7 +452,7 @@ class NodeAgent:
         self._end_workers(signal.SIGKILL)
 
     def kill_ranks(self, command: m.KillRanks) -> None:
-        """Kill some ranks and their process groups."""
+        """Kill the given ranks and their process groups."""
         if command.attempt != self.attempt:
             return  # an earlier one
         self._kill_some(command.ranks)
@@ -483,7 +491,7 @@ class NodeAgent:
                     self._tell(event)
 
     def pass_on(self, number: int) -> None:
-        """Forward a user signal to all workers, but not to the workers' children."""
+        """Forward a signal from the user to all workers, but not to the workers' children."""
         for worker in self._workers:
             self._guard.signal(worker.local_rank, number, alone=True)
 

@@ -1,4 +1,4 @@
-"""Limit how long a stopping node waits for the coordinator and its workers.
+"""Limit how long a stopping node waits for the coordinator and for the node's own workers.
 
 A user's request to stop is sent to the coordinator. If the coordinator does not respond within a
 few seconds, the node stops on its own. If the user presses Ctrl-C again after at least a second,
@@ -53,7 +53,10 @@ class UserRequest:
         self._is_answered = True
 
     def deadline_s(self) -> float:
-        """Return the time at which this node stops on its own; infinity if it need not stop."""
+        """Return when this node stops on its own, unless the coordinator responds before then.
+
+        Return infinity if no stop signal is waiting for a response.
+        """
         if not self.first or self._is_answered:
             return float("inf")
         return self._first_s + ANSWER_S

@@ -1,8 +1,8 @@
 """Store the rings of a running job in memory instead of on disk.
 
 [Note: why rings are not on the disk] The kernel writes the pages of a mapped file back to the disk.
-If a program modifies a page while the kernel writes it back, the program can block on the file
-system. On a busy disk, such a wait stops a rank for seconds. The launcher therefore stores the
+If a program modifies a page while the kernel is writing it back, the program can block on the file
+system. On a busy disk, such a wait can stall a rank for seconds. The launcher therefore stores the
 rings in a folder in /dev/shm, where memory accesses never wait for a disk. Once the workers have
 ended, each ring is moved to its rank's folder in the run directory. If the agent is killed, the
 guard moves the rings.
@@ -101,7 +101,7 @@ def _clear_up_after_the_killed() -> None:
 
 
 def _bring_all_home(folder: Path) -> None:
-    """Move each ring to its run directory; remove rings whose run directory no longer exists.
+    """Move each ring to its rank's folder; remove rings to which no rank's folder refers.
 
     Raises:
         OSError: a ring cannot be moved.

@@ -106,7 +106,7 @@ class Sighting:
         return [] if self._limits is None else self._limits.rows()
 
     def _note_dumps(self, own: dict[int, int]) -> None:
-        """Record the lowest rank that has a new dump."""
+        """If any ranks have new dumps, record the lowest of these ranks."""
         new = [rank for rank, num in own.items() if num > self._num_dumps.get(rank, 0)]
         if new:
             self._dumped_rank = min(new)
@@ -171,7 +171,7 @@ class Sighting:
         """Examine a rank that has a ring.
 
         The rank is also examined from outside if its phases are recorded by hooks rather than by
-        calls in the program, or if the rank is not initialized yet.
+        calls in the program, or if the rank's world group does not exist yet.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:
@@ -223,8 +223,8 @@ class Reports:
 
     A node reports rarely while its ranks show nothing unusual, so that the coordinator is not
     overloaded. A node reports immediately if its ranks have been waiting for half the stall
-    timeout, if an operation exceeds its learned limit, if a rank becomes initialized, or if torch
-    writes a dump of a rank.
+    timeout, if an operation exceeds its learned limit, if a rank completes its initialization, or
+    if torch writes a dump of a rank.
     """
 
     def __init__(self, every_s: float, stall_timeout_ms: int) -> None:

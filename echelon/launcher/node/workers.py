@@ -130,7 +130,8 @@ class Workers:
             group: the path of the worker's own cgroup; "" means none.
             has_stdin: whether the worker reads the launcher's stdin. If not, the worker's stdin is
                 empty.
-            control: a descriptor that a standby inherits, as ECHELON_STANDBY_FD; -1 for a worker.
+            control: a descriptor that a standby inherits and finds through ECHELON_STANDBY_FD; -1
+                for a worker.
 
         Raises:
             LaunchError: the guard has died, or no descriptors are left.

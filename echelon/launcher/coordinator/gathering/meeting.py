@@ -33,7 +33,7 @@ class MeetingPlace(Protocol):
     port: int
 
     def admit(self, address: str) -> None:
-        """Accept clients from an address even though they cannot authenticate themselves."""
+        """Accept clients from an address even if they do not authenticate themselves."""
 
     def publish(self, key: str, value: str) -> None:
         """Store a value for the ranks to read. The key and value must not contain whitespace."""

@@ -18,7 +18,7 @@ from echelon.launcher.options.options import Options
 
 
 class Membership:
-    """The admission of nodes to one job through the control protocol."""
+    """Admits, refuses and dismisses one job's nodes through the control protocol."""
 
     def __init__(
         self,

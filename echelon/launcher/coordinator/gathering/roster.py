@@ -3,13 +3,12 @@
 A world begins once at least `min_nodes` nodes are connected and one of these conditions holds:
 
 - `max_nodes` nodes are connected.
-- All nodes of the previous world that have not left are connected.
+- At least one node of the previous world has stayed connected and is not avoided.
 - The last call has ended.
 
 The last call is a short grace period for nodes that were started together but connect at different
 times. It lasts at most 3 s by default. Nodes that connect later wait for the next world as spares.
-At most `spares` nodes can wait. Nodes that are to be avoided are chosen only if too few other nodes
-are connected.
+At most `spares` nodes can wait. Avoided nodes are chosen only if too few other nodes are connected.
 
 Ranks are assigned in node order. In the first world, nodes with a `--node-rank` come first, sorted
 by that rank. The coordinator's node comes next, followed by the other nodes in natural order of
@@ -78,12 +77,12 @@ class Roster:
         return tuple(self._nodes.values())
 
     def resume(self, former: Sequence[str]) -> None:
-        """Adopt a former host's world, so that its nodes retain their positions in rank order."""
+        """Adopt the nodes of a former host's world, so that they retain their positions."""
         self._former = tuple(former)
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin gathering nodes for a world, as if all connected nodes had just joined."""
+        """Begin gathering nodes for a world; all time limits count from `now_s`."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 
@@ -114,7 +113,7 @@ class Roster:
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:
-        """Return the nodes that can take part in the next world."""
+        """Return the nodes, keyed by name, from which the next world is chosen."""
         good = {name: node for name, node in self._nodes.items() if name not in self._avoided}
         return good if len(good) >= self._min else self._nodes
 

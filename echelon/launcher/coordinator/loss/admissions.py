@@ -19,7 +19,7 @@ from echelon.recorder.continuation import Epoch
 
 
 class Admissions:
-    """The ranks being replaced in the current attempt, until their new processes have joined.
+    """The ranks whose new processes have been admitted to the attempt but have not yet joined.
 
     Args:
         epochs: the attempt's epochs.
@@ -37,7 +37,7 @@ class Admissions:
         return self._epochs.number
 
     def clear(self) -> None:
-        """Forget all admissions, because another attempt begins."""
+        """Discard all pending admissions, because another attempt begins."""
         self._joining.clear()
 
     def begin(self, rank: int, life: int) -> int:
@@ -87,9 +87,8 @@ class Admissions:
     def delayed_by(self, world: World) -> list[int]:
         """Return the joining ranks if all other ranks are waiting for them, otherwise [].
 
-        A rank that has already entered the epoch also counts as waiting. It can enter the epoch
-        before the joining ranks, because a send that fits into a buffer completes before the
-        receiver is ready.
+        A rank that has already entered the epoch counts as waiting too. It can enter before the
+        joining ranks do, because its sends to them complete at once if they fit into a buffer.
         """
         epoch = self._epochs.awaited
         if epoch is None or not self._joining:

@@ -51,7 +51,7 @@ class PublishedEpochs:
         dismissed: Sequence[int] = (),
         withdraws: int = 0,
     ) -> str:
-        """Publish a new epoch with the remaining ranks; return "" or the reason for a failure.
+        """Publish a new epoch with the remaining ranks; return "" on success, else what failed.
 
         Args:
             lost: all ranks that count as lost.

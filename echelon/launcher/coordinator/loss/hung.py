@@ -6,7 +6,7 @@ A hung rank is killed only if all of these conditions hold:
 - The verdict is `certain`, and its cause is a hung process.
 - If the cause is `host_hang` or `gil_hang`, the process used no CPU time while it was examined, so
   it cannot be computing.
-- The number of earlier kills for the same hang in this attempt is below the limit of the policy
+- The number of earlier kills for the same hang in this attempt is below the limit in the policy
   table.
 
 Any other stall is handled as under `--on-stall restart`.
@@ -134,7 +134,7 @@ class HungRanks:
         return self._until_s
 
     def undead(self, now_s: float) -> tuple[str, World] | None:
-        """Return an error text and the attempt if ranks have survived SIGKILL; None otherwise.
+        """If ranks have survived SIGKILL, return an error text and their attempt; otherwise None.
 
         Each case is reported only once.
         """

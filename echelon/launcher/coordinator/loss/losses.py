@@ -113,7 +113,7 @@ class Losses:
         )
 
     def note_grown(self, ranks: Iterable[int]) -> None:
-        """Record that processes of new ranks were started."""
+        """Record that processes for new ranks were started."""
         self._new.update(ranks)
         self._lost_ns |= dict.fromkeys(ranks, monotonic_ns())
 
@@ -162,8 +162,8 @@ class Losses:
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
         """Announce that ranks exited before their last step, so that no rank waits for an epoch.
 
-        Only ranks that are waiting for an epoch react to this notice. If a stop was requested, the
-        other ranks might be exiting too.
+        Only ranks that are waiting for an epoch react to this notice. The other ranks might be
+        exiting as well, e.g., after a stop request, and are not disturbed.
         """
         known = self._reports.read(world)
         early = [one for one in ranks if one in known and known[one].state is not State.DONE]
@@ -204,11 +204,11 @@ class Losses:
         return None
 
     def _read(self, world: World, ended: Iterable[int]) -> Known:
-        """Return all reports, including reports that a node has not forwarded yet.
+        """Return all reports, including those that a node has not forwarded yet.
 
-        The missing reports are looked up in the store, except for ranks that had been lost earlier.
-        The key that a lost rank left in the store does not describe the process that replaced the
-        rank.
+        The missing reports are looked up in the store, except those of ranks lost before the ranks
+        in `ended`: the key that such a rank left in the store does not describe the process that
+        replaced it.
         """
         gone = world.ended.keys() - {*ended} | world.published.keys()
         self._reports.ask_store(world, [one for one in range(world.size) if one not in gone])

@@ -3,12 +3,11 @@
 The other ranks do not wait: they continue among themselves, as under `--on-loss shrink`. Once the
 incident of the loss has been collected, a new process starts on the rank's node, from a standby
 process if one is ready. If the node itself was lost, one other node that runs no ranks takes over
-all of its ranks. The other node is a spare node or a node that connects later. The new process
-loads the program and reports that it has no state yet (`State.JOINING`). It is then admitted by a
-separate epoch (a new published list of ranks), which the other ranks enter at the end of a step.
-Until then, the process is not a rank, and the other ranks are not affected if it ends. The ranks of
-a node that connects late, while the world has fewer nodes than `--nnodes` allows, join in the same
-way.
+all of its ranks: either a spare or a node that connects later. The new process loads the program
+and reports that it has no state yet (`State.JOINING`). It is then admitted by a separate epoch (a
+new published list of ranks), which the other ranks enter at the end of a step. Until then, the
+process is not a rank, and the other ranks are not affected if it ends. The ranks of a node that
+connects late, while the world has fewer nodes than `--nnodes` allows, join in the same way.
 
 [Note: two processes of one rank] A node that is cut off might still be running its ranks after
 other processes have replaced these ranks. Each epoch therefore identifies the process of a rank by
@@ -254,7 +253,7 @@ class Replacements:
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
-        """Let ranks wait for another node if their node was lost before a process was started."""
+        """Let lost ranks wait for another node if their node was lost before they were replaced."""
         nodes = {world.node_of(rank) for rank in self._at(_Stage.WANTED)}
         for node in nodes.difference(world.present):
             self._vacate(world, node)
@@ -339,7 +338,7 @@ class Replacements:
         return [rank for rank, place in self._places.items() if place.stage is stage]
 
     def _watch(self, world: World, now_s: float) -> list[decide.Event]:
-        """Stop tracking processes that have joined; report or kill processes that take too long."""
+        """Stop tracking processes that have joined; report or kill those past their deadline."""
         delaying = self._admissions.delayed_by(world)
         events: list[decide.Event] = []
         for rank, place in list(self._places.items()):
@@ -398,7 +397,7 @@ class Replacements:
         killed.
 
         Args:
-            ranks: the ranks whose processes to dismiss, some of which might have ended already.
+            ranks: the ranks to dismiss; some of their processes might have ended already.
         """
         self._vacant.clear()
         for rank in self._at(_Stage.WANTED):

@@ -108,7 +108,8 @@ def _last_step(
 ) -> int:
     """Return the last step that a rank recorded; -1 if unknown.
 
-    If the rank left no record, the last step of another rank is returned.
+    If the rank left no record, the step comes from another rank, preferably one that failed because
+    of its own error.
     """
     if around is None:
         around = _look(incident, [other for other in range(world.size) if other != rank])

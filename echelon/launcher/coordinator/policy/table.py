@@ -52,8 +52,8 @@ class Row:
     Attributes:
         causes: the causes that the row covers; () means all causes that no other row covers.
         blames_node: whether failures count against the culprit's node (`--exclude-after`).
-        may_pass: whether a stall with this cause can clear on its own. If so, `--on-stall restart`
-            waits for a while before it restarts the job.
+        may_pass: whether a stall with one of these causes can clear on its own. If so, `--on-stall
+            restart` waits for a while before it restarts the job.
         why: the reason given in the message "no restart: ...".
     """
 
@@ -163,7 +163,7 @@ def row_for(failure: Failure) -> Row:
 
 
 def may_pass(cause: str) -> bool:
-    """Return whether a stall with this cause can clear on its own."""
+    """Return whether a stall with the given cause can clear on its own."""
     return next((row for row in TABLE if cause in row.causes), TABLE[-1]).may_pass
 
 

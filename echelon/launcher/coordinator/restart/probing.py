@@ -110,7 +110,7 @@ class Probing:
         return self._next_s if self._round is None else self._round.due_s
 
     def begin(self, failure: Failure | None, attempt: int, now_s: float) -> None:
-        """Start to probe the nodes that are suspect after a failure.
+        """Start probing the nodes that are suspect after a failure.
 
         Args:
             failure: the failure; None means that no node is suspect.
@@ -143,7 +143,7 @@ class Probing:
                 present.found.append((node, finding))
 
     def step(self, now_s: float) -> None:
-        """Start or finish a round of probes if it is due."""
+        """Start a round of probes when one is due; finish the current round when it is over."""
         if not self._suspects:
             return
         if self._round is None:
@@ -201,7 +201,7 @@ class Probing:
 
     @property
     def _has_pairs(self) -> bool:
-        """True if the failure names several nodes. The links between them are then measured."""
+        """True if the failure names several nodes, so that the links between them are measured."""
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:
@@ -241,7 +241,10 @@ class Probing:
         present.tasks.clear()
 
     def _conclude(self, present: _Round, now_s: float) -> None:
-        """Report the findings of a round; probe broken nodes again later, or exclude them."""
+        """Report a round's findings; exclude each node that failed, or probe it again later.
+
+        Once the restart can wait no longer, the job restarts with the nodes that failed.
+        """
         self._round = None
         rows = [(name, finding) for name, finding in present.found if name in self._suspects]
         self._keep(rows)
@@ -264,7 +267,7 @@ class Probing:
             self._suspects = []
 
     def _exclude(self, name: str, broken: Sequence[Finding]) -> bool:
-        """Count a node's failed round; exclude the node if it failed too often and is replaceable.
+        """Count a node's failed round; after too many, exclude the node if enough others remain.
 
         Return whether the node was excluded.
         """

@@ -110,11 +110,11 @@ class Restarting:
         return decision.action is not Action.STOP
 
     def history(self) -> str:
-        """Return JSON that describes to the workers how the earlier attempts ended."""
+        """Return a JSON description, for the workers, of how the earlier attempts ended."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:
-        """Return the restart policy's memory as text, for a node that takes over the job."""
+        """Return the restart policy's memory, serialized for a node that takes over the job."""
         known = Memory(
             failures=tuple(self.restarts.failures),
             avoided=self._roster.avoided,

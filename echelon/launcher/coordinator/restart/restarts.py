@@ -1,6 +1,6 @@
 """Decide whether another attempt follows, based on how the earlier attempts ended.
 
-The policy (`policy/policy.py`) decides what follows a failure, within the limit of
+The policy (`policy/policy.py`) decides what follows a failure, within the limit set by
 `--max-restarts`. The loss of a node does not count as a restart, because the next world might
 succeed without that node. However, once several attempts in a row have lost a node soon after their
 start, each further such loss does count, so that the job cannot restart indefinitely. The departure
@@ -63,7 +63,7 @@ class Restarts:
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Return whether an attempt failed rather than being stopped from outside."""
+        """Return whether an attempt failed, rather than being stopped from outside the job."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 

@@ -88,7 +88,7 @@ class Standbys:
         """Set the ranks for which standbys are started, and kill the standbys that no longer fit.
 
         Args:
-            ranks: the environment and the processors of each rank of this node.
+            ranks: the environment and the processors of each rank on this node.
             modules: the file with the names of the modules that these ranks have loaded.
         """
         self._ranks, self._modules = list(ranks), modules
@@ -135,7 +135,7 @@ class Standbys:
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(made))
 
     def _num_for(self, rank: Identity) -> int:
-        """Return the number of standbys that were started for a rank."""
+        """Return the number of standbys that were started for the given rank."""
         return sum(one.rank == rank[0].get("RANK") for one in self._waiting.values())
 
     def _take_index(self) -> int:
@@ -159,7 +159,7 @@ class Standbys:
     def take(
         self, environ: Mapping[str, str], processors: Collection[int] | None
     ) -> Waiting | None:
-        """Remove and return a standby that fits a rank, or None if no standby fits."""
+        """Remove and return a standby that fits a rank; return None if no standby fits."""
         fitting = [one for one in self._waiting.values() if one.fits(environ, processors)]
         if not fitting:
             return None

@@ -38,7 +38,7 @@ class Waiting:
         pipes: the read ends of the process's stdout and stderr. They are not read until a rank
             takes the standby.
         is_ready: whether a rank can take the standby.
-        obstacle: the reason why no standby of this program can be used; "" if there is no obstacle.
+        obstacle: why no standby can be used for this program; "" if there is no obstacle.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Waiting:
         return True
 
     def fits(self, environ: Mapping[str, str], processors: Collection[int] | None) -> bool:
-        """Return whether a rank with this environment and these processors can take the standby."""
+        """Return whether a rank with the given environment and processors can take the standby."""
         if not self.is_ready or processors != self._processors:
             return False
         own = self._environ

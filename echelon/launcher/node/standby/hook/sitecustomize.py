@@ -10,7 +10,7 @@ An error in this file must end the process, because the interpreter would otherw
 without an assigned rank. For the same reason, the agent first starts one interpreter with
 `ECHELON_STANDBY=check`, which exits in this file.
 
-The variables that imports read from the environment are recorded. A rank with different values of
+The variables that imports read from the environment are recorded. A rank with different values for
 these variables cannot use this process. The code of this file imports nothing from the package,
 because the program and the launcher might use different interpreters.
 
@@ -152,7 +152,7 @@ def _load(names: list[str]) -> None:
 
 
 def _is_read_early(name: str, before: dict[str, str]) -> bool:
-    """Return whether an import reads a variable that the program sets later."""
+    """Return whether an import has read variable `name`, which the program sets only later."""
     if name == "PYTHONPATH":  # what a standby was started with differs from what its rank has
         return False
     is_read = name in _Noted.read or name in _Noted.tested or name.startswith(_READ_FROM_C)
@@ -401,7 +401,7 @@ def _note_uncaught() -> None:
 
 
 def _is_outermost(frame: FrameType | None) -> bool:
-    """Return whether the interpreter called a hook, directly or through hooks of echelon."""
+    """Return whether the interpreter called the hook, directly or through other echelon hooks."""
     while frame is not None and _is_echelons(frame.f_globals):
         frame = frame.f_back
     return frame is None
