@@ -1,7 +1,7 @@
-"""End all groups that a step uses, on every rank, if the step fails on one rank.
+"""Abort all groups that a step uses, on every rank, if the step fails on one rank.
 
-Other ranks might be waiting for the failed rank in these groups. The errors on the other ranks name
-the failed rank.
+This is necessary because other ranks might be waiting for the failed rank in these groups. The
+errors on the other ranks name the failed rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_TEXT = 200
 def ending_on_failure(
     call: str, number: int, rank: int, on_failure: Callable[[], Iterable[ProcessGroup]]
 ) -> Iterator[None]:
-    """End groups if the block raises an error; the error is propagated unchanged.
+    """Abort groups if the block raises an error; the error is propagated unchanged.
 
     Args:
         call, number, rank: as in `end_groups`.
@@ -40,9 +40,9 @@ def ending_on_failure(
 def end_groups(
     groups: Iterable[ProcessGroup], call: str, number: int, rank: int, raised: BaseException
 ) -> None:
-    """End groups because of an error on this rank.
+    """Abort groups because of an error on this rank.
 
-    Does not block. Groups that have already ended are not changed.
+    Does not block. Groups that have already been aborted or closed are not changed.
 
     Args:
         groups: the groups in which other ranks might be waiting for this rank.
