@@ -66,7 +66,8 @@ class Serial:
         """Run a collective when its turn comes, and block until the collective has ended.
 
         Raises:
-            Exception: the exception that the collective raised, or that ended it in the queue.
+            Exception: the exception that the collective raised, or with which it was removed from
+                the queue before it could run.
         """
         job = self.submit(operation, watch)
         while not job.wait(CHECK_EVERY_S):
