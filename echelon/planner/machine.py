@@ -46,7 +46,7 @@ class Figure:
         return cls(likely, likely / factor, likely * factor)
 
     def draw(self, random: random.Random) -> float:
-        """Draw a value: truncated log-normal, or triangular if `low` is 0."""
+        """Draw a value from a truncated log-normal or, if `low` is 0, triangular distribution."""
         if self.low <= 0:
             return random.triangular(self.low, self.high, self.likely)
         deviate = random.gauss(0.0, 1 / 1.645)  # 90 % within the bounds
@@ -76,7 +76,7 @@ class Machine:
         overlap: the fraction of communication that computation can hide, from 0 to 1.
         block_s: the time in seconds to launch a block's operations and hooks, regardless of their
             size.
-        links: the links inside a node and across nodes, keyed by group size.
+        links: the known links inside a node and across nodes, for one or more group sizes.
         origins: how each figure was obtained: measured, stated or assumed.
     """
 

@@ -111,7 +111,8 @@ def time_link(
 ) -> tuple[list[float], list[float]]:
     """Return the latencies (s) per ring step and the bandwidths (bytes/s) of all_reduces.
 
-    All ranks of `world` measure at the same time, each in its own group of at least two ranks.
+    All groups of `world` measure at the same time. `group` is this rank's group, which has at least
+    two ranks.
     """
     small, large = (np.ones(n, np.float32) for n in (_SMALL_NUMBERS, _LARGE_NUMBERS))
     short_s = _calls(world, group, small, num_small)

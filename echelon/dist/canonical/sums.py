@@ -120,7 +120,9 @@ class TreeSums:
     def joined(
         cls, run: Run, numel: int, like: TreeSums, nodes: list[tuple[Node, torch.Tensor]]
     ) -> TreeSums:
-        """Create sums over `run` from the nodes of the ranks that share it, reusing their memory.
+        """Create sums over `run` from the nodes of the ranks that share it.
+
+        The memory of the nodes' sums is reused.
 
         Args:
             run: the union of these ranks' ranges.

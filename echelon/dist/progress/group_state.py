@@ -136,16 +136,16 @@ class GroupState:
     # ---- numbers ----
 
     def next_message(self, kind: str, peer: int) -> int:
-        """Return the number that `admit` will assign to the next message to or from a peer."""
+        """Return the number of the next message to or from a peer, which `admit` reserves."""
         return self._message_numbers.get((kind, peer), 0)
 
     def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
-        """Assign an operation its final number, unless the operation is refused.
+        """Admit an operation and reserve its number, unless the operation is refused.
 
         The caller must hold the `Turn` of the operation's kind.
 
         Raises:
-            ValueError: the engine refuses the operation; no number was assigned.
+            ValueError: the engine refuses the operation, and its number remains free.
             CollectiveError: the group has ended, or a nested collective cannot run.
         """
         if self._works:
@@ -185,7 +185,7 @@ class GroupState:
             spent.collectives_s = before_s + time.monotonic() - began_s
 
     def launch(self, operation: Operation, record: int) -> Work:
-        """Start an admitted operation.
+        """Start an admitted operation without waiting for its end.
 
         Raises:
             CollectiveError: the operation failed immediately, and the group has ended.

@@ -47,7 +47,7 @@ def end_groups(
     Args:
         groups: the groups in which other ranks might be waiting for this rank.
         call: the call that failed: "step" or "evaluate".
-        number: the number of the call, from 0.
+        number: the number of the call, counted from 0.
         rank: this process's global rank.
         raised: the error that the call raised. If the error is a `CollectiveError`, the ranks that
             it names are reported as the failed ranks.

@@ -133,7 +133,7 @@ def _cuts(costs: list[float], num_parts: int) -> list[int]:
     """Split layers into parts by dynamic programming, minimizing the highest cost of a part.
 
     Returns:
-        The index of the first layer in each part after the first part.
+        The index of the first layer of each part except the first part.
     """
     total = [0.0, *accumulate(costs)]
     num = len(costs)

@@ -103,14 +103,14 @@ class Exchange:
         }
 
     def want(self, things: Sequence[Thing]) -> None:
-        """Post the receives for `things`, and any other receives whose headers have arrived."""
+        """Mark `things` as needed, and post all receives that can be posted now."""
         for thing in things:
             self._incoming[self._routes.source(thing)].want(thing)
         for incoming in self._incoming.values():
             incoming.advance()
 
     def want_for(self, *actions: Action) -> None:
-        """Post the receives that the given computations need."""
+        """Mark the data that the given computations need, as in `want`."""
         self.want([thing for action in actions for thing in self._routes.needed(action)])
 
     def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
