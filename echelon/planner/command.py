@@ -1,4 +1,4 @@
-"""Implement `echelon plan`, which lists the layouts that fit in memory, the fastest first."""
+"""Implement `echelon plan`, which lists the layouts that fit in memory, fastest first."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 on success, 1 if no layout fits, or 2 if the usage is incorrect."""
+    """Run the command; return 0 on success, or 1 if no layout fits.
+
+    Incorrect usage raises `SystemExit` with status 2.
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
     try:

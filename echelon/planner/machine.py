@@ -46,7 +46,7 @@ class Figure:
         return cls(likely, likely / factor, likely * factor)
 
     def draw(self, random: random.Random) -> float:
-        """Draw a value: truncated log-normal, or triangular if `low` is 0."""
+        """Draw a value from a truncated log-normal or, if `low` is 0, triangular distribution."""
         if self.low <= 0:
             return random.triangular(self.low, self.high, self.likely)
         deviate = random.gauss(0.0, 1 / 1.645)  # 90 % within the bounds
@@ -76,7 +76,7 @@ class Machine:
         overlap: the fraction of communication that computation can hide, from 0 to 1.
         block_s: the time in seconds to launch a block's operations and hooks, regardless of their
             size.
-        links: the links inside a node and across nodes, keyed by group size.
+        links: the known links inside a node and across nodes, for one or more group sizes.
         origins: how each figure was obtained: measured, stated or assumed.
     """
 
@@ -117,7 +117,10 @@ class Machine:
 
 
 def assumed(*, is_half: bool) -> Machine:
-    """Return assumed figures for H100s with NVLink, and 400 Gbit/s between nodes."""
+    """Return assumed figures for nodes of H100s with NVLink, connected at 400 Gbit/s.
+
+    `is_half` selects the H100's peak rate in bf16 instead of fp32.
+    """
     peak = 989e12 if is_half else 67e12
     return Machine(
         flops_per_s=Figure(0.45 * peak, 0.3 * peak, 0.6 * peak),
@@ -133,7 +136,7 @@ def assumed(*, is_half: bool) -> Machine:
 
 
 def with_peak(machine: Machine, tflops: float) -> Machine:
-    """Return a copy of a machine with a peak rate that the user stated.
+    """Return a copy of a machine, with a compute rate derived from the peak rate `tflops`.
 
     Training is assumed to reach 30 to 60 % of the peak rate.
 

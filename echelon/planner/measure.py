@@ -4,9 +4,9 @@
 
 All groups of the same kind communicate at the same time, as they do in training. Inside a node, a
 group consists of consecutive ranks. Across nodes, a group consists of ranks with the same local
-rank. All ranks also compute at the same time. Each figure is the median of repeated measurements,
-bounded by their 10th and 90th percentiles. The compute rate is then lowered and its bounds are
-widened, because training also does slower work between its matrix products.
+rank. The compute rate is also measured on all ranks at the same time. Each figure is the median of
+repeated measurements, bounded by their 10th and 90th percentiles. The compute rate is then lowered
+and its bounds are widened, because training also does slower work between its matrix products.
 
 Arrays are in host memory, and numpy computes the matrix products in fp32. For accelerators, pass
 the peak rate to `echelon plan` (`--peak-tflops`), and write the links file by hand from the results
@@ -39,7 +39,7 @@ _MEMORY_NUMBERS = 1 << 23
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on all ranks, write the results to a file on rank 0, and return 0."""
+    """Run the measurements on all ranks, write the results to a file on rank 0, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m echelon.planner.measure")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     args = parser.parse_args(argv)
@@ -87,7 +87,10 @@ def _kinds(world: ProcessGroup) -> Iterator[tuple[int, int]]:
 
 
 def _link(world: ProcessGroup, size: int, distance: int) -> dict[str, Any]:
-    """Time small and large all_reduces in all groups of one kind at the same time. Collective."""
+    """Time small and then large all_reduces, with all groups of one kind active at the same time.
+
+    Collective.
+    """
     block = world.rank // (size * distance)
     group = world.split(block * distance + world.rank % distance, key=world.rank)
     latency, bandwidth = time_link(world, group)
@@ -108,7 +111,8 @@ def time_link(
 ) -> tuple[list[float], list[float]]:
     """Return the latencies (s) per ring step and the bandwidths (bytes/s) of all_reduces.
 
-    All ranks of `world` measure at the same time, each in its own group of at least two ranks.
+    All groups of `world` measure at the same time. `group` is this rank's group, which has at least
+    two ranks.
     """
     small, large = (np.ones(n, np.float32) for n in (_SMALL_NUMBERS, _LARGE_NUMBERS))
     short_s = _calls(world, group, small, num_small)
@@ -170,7 +174,7 @@ def _timed(call: Callable[[], object], number: int) -> list[float]:
 
 
 def _all(world: ProcessGroup, own: list[float]) -> list[float]:
-    """Return all ranks' figures as one list. Collective."""
+    """Gather every rank's values into one list, on all ranks. Collective."""
     out = np.empty((world.size, len(own)))
     world.all_gather(out, np.array([own]))
     return [float(value) for value in out.ravel()]

@@ -129,7 +129,7 @@ class Model:
         return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
 
     def block_flops(self, context: int) -> float:
-        """Return the FLOPs per token in a block's forward pass, for a full context."""
+        """Return the FLOPs per token in a block's forward pass, given the sequence length."""
         return 2.0 * self.block_matrices + 4.0 * self.query_width * context
 
     def head_flops(self) -> float:
@@ -137,7 +137,11 @@ class Model:
         return 2.0 * self.vocabulary * self.width
 
     def train_flops(self, context: int) -> float:
-        """Return the FLOPs per token in training: 6 N + 12 L H D T (PaLM, appendix B)."""
+        """Return the FLOPs per token in training, given the sequence length.
+
+        The formula is 6 N + 12 L H Q T (PaLM, appendix B), where N is the number of weights in
+        matrices, L of layers, H of heads, Q of features per head, and T of tokens in a sequence.
+        """
         return 3.0 * (self.layers * self.block_flops(context) + self.head_flops())
 
 

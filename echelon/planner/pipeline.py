@@ -1,4 +1,4 @@
-"""Estimate the cost and memory use of pipeline schedules by simulation, with cached results."""
+"""Simulate pipeline schedules to estimate their cost and memory use, and cache the results."""
 
 from __future__ import annotations
 

@@ -63,19 +63,20 @@ def reduce_scatter(
         group: a group whose ranks have adjacent ranges, in rank order.
         sums: complete sums, whose vectors have the same length on all ranks.
         runs: the ranges of all ranks, from `agree_runs`.
-        splits: the number of elements in each rank's block, in rank order; None means splits that
-            are as even as possible.
+        splits: the number of elements in each rank's block, in rank order; None means
+            `even_splits`.
         scratch: memory for the received blocks and the returned sums; None means new memory. In a
             group of one rank, nothing is received, and the sums are returned as they are.
 
     Returns:
         The sums of this rank's block. Their `total()` is the final result if the ranges cover all
-        micro-batches. Otherwise, these sums must still be reduced over the other ranks that have
-        the same block.
+        micro-batches. Otherwise, these sums must still be reduced over the ranks of other groups
+        that have the same block.
 
     Raises:
-        ValueError: micro-batches are missing, or `runs` or `splits` do not match.
-        CollectiveError: a rank was lost, did not join, or passed a different length.
+        ValueError: micro-batches are missing, or `runs` or `splits` do not match the group or the
+            sums.
+        CollectiveError: a rank was lost, did not join, or passed vectors of a different length.
     """
     splits = even_splits(sums.numel, group.size) if splits is None else list(splits)
     if len(splits) != group.size or sum(splits) != sums.numel or min(splits) < 0:
@@ -117,7 +118,7 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
 
     Raises:
         ValueError: micro-batches are missing, or the ranges do not cover all micro-batches.
-        CollectiveError: a rank was lost, did not join, or passed a different length.
+        CollectiveError: a rank was lost, did not join, or passed vectors of a different length.
     """
     if runs and (runs[0].start, runs[-1].stop) != (0, sums.run.total):
         raise ValueError(f"runs {list(runs)} do not cover 0 to {sums.run.total - 1}")

@@ -46,7 +46,7 @@ def _halved(values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
 
 
 def tree_total(sums: torch.Tensor) -> torch.Tensor:
-    """Return the sum of [n] numbers in the order of the canonical tree, as a 0-dim tensor.
+    """Return the sum of [n] numbers, added in the canonical tree's order, as a 0-dim tensor.
 
     Zero represents an absent right child, so the numbers must not include -0.
     """
@@ -82,7 +82,8 @@ class PartialBlocks:
 
     Each rank writes a vector, its message. The message contains the sums of the blocks that lie
     within the rank's shard, the rank's elements of the blocks that span several shards, and zeros
-    elsewhere. The sum of all ranks' messages therefore contains every number exactly.
+    elsewhere. At each position, at most one rank's message is not zero, so adding all messages
+    causes no rounding.
 
     Args:
         numel: the number of elements of the full parameter.
@@ -122,9 +123,9 @@ class PartialBlocks:
                 message[at + begin : at + end] = values[begin - start : end - start]
 
     def read(self, message: torch.Tensor) -> torch.Tensor:
-        """Return `block_sums` of the full parameter, given the sum of all messages.
+        """Return `block_sums` of the full parameter; `message` is the sum of all ranks' messages.
 
-        The result shares memory with this sum.
+        The result shares memory with `message`, which is overwritten.
         """
         sums = message[: self._num_blocks]
         if self._cut:

@@ -1,6 +1,6 @@
 """Reuse the memory for received blocks across collectives.
 
-Large tensors get fresh pages from the system each time they are allocated. On the host, clearing
+Large tensors get fresh pages from the system each time they are allocated. In host memory, clearing
 and mapping these pages takes several times as long as writing the data.
 """
 
@@ -12,8 +12,8 @@ import torch
 class Scratch:
     """Memory for the blocks that `reduce_scatter` receives.
 
-    The memory grows to the size of the largest request. The tensors that one call returns are
-    overwritten by the next call.
+    The memory grows to the size of the largest request. The tensors that one `reduce_scatter`
+    returns are overwritten by the next `reduce_scatter` with the same `Scratch`.
 
     Example:
         >>> scratch = Scratch()

@@ -1,8 +1,8 @@
 """Add one rank's micro-batches in the order of the canonical tree.
 
-The algorithm works like a binary counter: a completed node is immediately added to its left
-neighbor. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the number of the
-rank's micro-batches.
+The algorithm works like a binary counter: as soon as a right child is complete, it is added to the
+left child of the same parent. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the
+number of the rank's micro-batches.
 """
 
 from __future__ import annotations
@@ -120,7 +120,16 @@ class TreeSums:
     def joined(
         cls, run: Run, numel: int, like: TreeSums, nodes: list[tuple[Node, torch.Tensor]]
     ) -> TreeSums:
-        """Create sums over `run` from the nodes of adjacent ranks, reusing the nodes' memory."""
+        """Create sums over `run` from the nodes of the ranks that share it.
+
+        The memory of the nodes' sums is reused.
+
+        Args:
+            run: the union of these ranks' ranges.
+            numel: the number of elements of each vector.
+            like: the sums whose dtype and device are used.
+            nodes: these ranks' nodes with their sums, in ascending order.
+        """
         found = cls(run, numel, like.dtype, like.device)
         found._nodes = combine(nodes, run, _add)
         found._next = run.stop

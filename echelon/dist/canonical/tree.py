@@ -5,8 +5,8 @@
     height 2      [0      .   3]  [4  .   6]
     height 3      [0          .           6]
 
-The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, index) covers the
-2^height numbers from index * 2^height, but no number above `total` - 1, so the last node at a
+The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, index) covers 2^height
+numbers, starting at index * 2^height, but no number above `total` - 1, so the last node at a
 height can be incomplete. The value of a node is the sum of its left and right children, or the left
 child's value if the node has no right child. The order therefore depends only on `total`. Each rank
 adds up the subtrees that lie within its range of numbers, which leaves at most 2 log2(length) sums.
@@ -115,17 +115,17 @@ def maximal_nodes(run: Run) -> tuple[Node, ...]:
 def combine(
     nodes: Iterable[tuple[Node, T]], run: Run, add: Callable[[T, T], T]
 ) -> list[tuple[Node, T]]:
-    """Combine the values of adjacent nodes, up to the largest nodes that fit in a range.
+    """Merge adjacent nodes into the largest nodes that fit within a range, adding their values.
 
     Args:
         nodes: nodes with their values, in ascending order without gaps, beginning at the range's
             start.
-        run: the range that the combined nodes must not exceed.
+        run: the range that the merged nodes must not exceed.
         add: a function that adds two values; its first argument is the left value.
 
     Returns:
-        The values of the largest nodes. If `nodes` cover the range, the nodes of the result are
-        `maximal_nodes(run)`.
+        The merged nodes with their values, in ascending order. If `nodes` cover the range, the
+        merged nodes are `maximal_nodes(run)`.
     """
     stack: list[tuple[Node, T]] = []
     for node, value in nodes:
@@ -135,7 +135,7 @@ def combine(
 
 
 def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
-    """Merge nodes at the end of the stack into their parents as far as possible."""
+    """Merge the stack's last nodes into their parents, as long as the range covers the parent."""
     while stack:
         node, value = stack[-1]
         parent = node.parent

@@ -72,7 +72,10 @@ class Streams(Interface):
         """Interrupt another thread's current or next `wait`."""
 
     def close(self) -> None:
-        """Release all resources. Called by the driver, or by the thread that closes the driver."""
+        """Release all resources. Called by the driver's thread.
+
+        If this thread never started, called by the thread that closes the driver.
+        """
 
 
 Lost = Callable[[int, str], BaseException]
@@ -82,7 +85,7 @@ class Driver:
     """The thread that runs a group's message protocol over the group's streams."""
 
     def __init__(self, name: str, protocol: Protocol, streams: Streams, lost: Lost) -> None:
-        """Create the driver; `lost(peer, why)` creates the error for an interrupted transfer."""
+        """Create the driver; `lost(peer, why)` creates the error for transfers with a lost peer."""
         self._name = name
         self._protocol = protocol
         self._streams = streams
@@ -117,11 +120,11 @@ class Driver:
         self._streams.wake()
 
     def close(self, timeout_s: float, error: BaseException | None = None) -> bool:
-        """Cut off all transfers, wait for the thread to end, and release the streams.
+        """Fail all unfinished transfers, wait for the thread to end, and release the streams.
 
         Args:
             timeout_s: the maximum time in seconds to wait for the thread.
-            error: the error of the unfinished transfers, unless `cut` has already been called.
+            error: the error with which the transfers fail, unless `cut` has already been called.
 
         Returns:
             True if the thread ended in time.
@@ -136,10 +139,10 @@ class Driver:
         return not thread.is_alive()
 
     def _may_have_unread(self, peer: int) -> bool:
-        """Return whether bytes from a peer might be on the way to a receive.
+        """Return whether bytes from a peer might have arrived that no receive has taken yet.
 
-        The result is True if bytes have arrived or if the driver's thread is working. Safe to call
-        on any thread.
+        The result is True if a stream has unread bytes, or if the driver's thread is awake and
+        therefore might be processing bytes that it has read. Safe to call on any thread.
         """
         if self._streams.has_unread(peer):
             return True

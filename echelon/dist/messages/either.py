@@ -31,7 +31,7 @@ class EitherPending:
     """A receive whose message can come from a rank on this host or on another host.
 
     Args:
-        inside: the intra-host receive, which ends without a source if it was cancelled.
+        inside: the intra-host receive; if it is cancelled, it ends with `source` still -1.
         across: the inter-host receive, which competes with `inside` for the message.
         near: the group ranks on this host, in the order of the intra-host group.
     """

@@ -26,7 +26,7 @@ class Arrival:
         body: the bytes of an eager message.
         is_complete: whether all of the bytes have arrived.
         taker: the receive that gets the bytes once they have arrived.
-        order: the position among the arrivals; lower positions arrived first.
+        order: the position in the order of arrival; an earlier message has a lower position.
     """
 
     peer: int
@@ -132,7 +132,10 @@ class Matcher:
     def _set_early(
         self, tag: int, by_peer: dict[int, deque[Arrival]], peer: int, waiting: deque[Arrival]
     ) -> None:
-        """Store a queue, or remove its entry if the queue is empty."""
+        """Store a peer's queue of early messages in `by_peer`, or remove its entry if it is empty.
+
+        If `by_peer` becomes empty, its entry for the tag is removed, too.
+        """
         if waiting:
             by_peer[peer] = waiting
         else:

@@ -74,11 +74,15 @@ class Protocol:
     """The state of the messages between one rank and its peers.
 
     Attributes:
-        dirty: peers with new data to write.
+        dirty: the peers to which new data must be written.
     """
 
     def __init__(self, size: int, mismatch: Mismatch) -> None:
-        """Create the state; `mismatch(receive, sent)` creates the error for a mismatch."""
+        """Create the state of a rank in a group of `size` ranks.
+
+        `mismatch(receive, sent)` creates the error of a receive whose dtype or size differs from
+        the message's, which the text `sent` describes.
+        """
         self._num_peers = size - 1
         self._mismatch = mismatch
         self._matcher = Matcher()
@@ -150,7 +154,7 @@ class Protocol:
     def outgoing(self, peer: int) -> list[memoryview]:
         """Return the next bytes to write to a peer.
 
-        The bytes remain the same until `wrote` is called.
+        Until `wrote` is called, every call returns the same bytes.
         """
         out = self._outboxes.get(peer)
         if out is None:
@@ -163,7 +167,7 @@ class Protocol:
         return [view for frame in out.writing for view in frame.views]
 
     def wrote(self, peer: int, num_bytes: int) -> None:
-        """Record that the first `num_bytes` bytes of `outgoing` have been written."""
+        """Record that the first `num_bytes` bytes that `outgoing` returned have been written."""
         out = self._outboxes[peer]
         while out.writing:
             frame = out.writing[0]
@@ -297,7 +301,10 @@ class Protocol:
         self._advance(inbox, body)
 
     def _fits(self, receive: Transfer, peer: int, dtype: bytes, size: int) -> bool:
-        """Record the sender; end the receive if its dtype or size differs from the message's."""
+        """Record the sender; return whether the message has the receive's dtype and size.
+
+        If not, the receive fails.
+        """
         receive.source = peer
         if (dtype, size) == (receive.dtype, len(receive.data)):
             return True

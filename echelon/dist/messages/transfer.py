@@ -14,7 +14,7 @@ from echelon.dist.progress.outcome import Outcome
 
 
 class Watch(Protocol):
-    """The limits of a transfer.
+    """The conditions under which a transfer is aborted: a deadline, and the death of a rank.
 
     Attributes:
         deadline_s: the monotonic time at which the transfer times out.
@@ -23,7 +23,7 @@ class Watch(Protocol):
     deadline_s: float
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise an error if the deadline has passed or a rank in `needed` has died."""
+        """Raise an error if the deadline has passed or a rank that `needed` returns has died."""
 
 
 def _has_none(peer: int) -> bool:  # noqa: ARG001
@@ -49,13 +49,13 @@ class Transfer(Outcome):
         dtype: the key of the dtype's name.
         data: [num_bytes], a view of the caller's array, which the view keeps alive.
         source: the group rank that sent a receive's message; -1 until known.
-        order: the position among the posted receives of the group; lower positions were posted
-            first.
+        order: the position among the group's posted receives; an earlier receive has a lower
+            position.
         moved: the number of bytes that have been sent or received so far.
         watch: the limits of the transfer; None if the calling thread checks them.
         rival: a receive in another engine that competes with this receive for one message.
-        has_unread: a function that returns whether unread bytes from a rank have arrived; safe on
-            any thread.
+        has_unread: a function that returns whether unread bytes from a rank have arrived; can be
+            called on any thread.
         is_shared: whether the message can also come through another engine.
     """
 
@@ -109,7 +109,10 @@ class Transfer(Outcome):
         return [] if self.done else [self.operation.peer]
 
     def needed_alive(self) -> list[int]:
-        """Return the ranks whose death ends the transfer: needed ranks without unread bytes."""
+        """Return the ranks whose death ends the transfer.
+
+        These are the needed ranks from which no unread bytes have arrived.
+        """
         ranks = [rank for rank in self.needed() if not self.has_unread(rank)]
         return [] if self.done else ranks  # it may have arrived while we looked
 
@@ -119,7 +122,11 @@ class Transfer(Outcome):
             self.check_with(self.watch)
 
     def check_with(self, watch: Watch) -> None:
-        """Check the given limits, but ignore the death of a rank that has sent unread bytes."""
+        """Check the transfer against `watch`, as in `Watch.check`.
+
+        Before the deadline, the death of a rank is ignored as long as bytes from this rank are
+        unread, because they might complete the transfer.
+        """
         if self.operation.peer == ANY_SOURCE:
             watch.check(None)
         else:

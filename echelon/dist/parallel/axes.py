@@ -17,25 +17,25 @@ class Axes:
     Attributes:
         mesh: a mesh with the axes "pp", "replicate", "shard" and "tp"; an axis that the caller's
             mesh lacks has size 1.
-        stages: the ranks that hold the model's stages.
-        tensor: the ranks across which layers are split.
+        stages: this rank's group along axis "pp", whose ranks hold the stages of one pipeline.
+        tensor: this rank's group along axis "tp", whose ranks hold the slices of the same layers.
     """
 
     mesh: DeviceMesh
 
     @property
     def stages(self) -> ProcessGroup:
-        """The ranks that hold the model's stages."""
+        """This rank's group along axis "pp", whose ranks hold the stages of one pipeline."""
         return self.mesh.group("pp")
 
     @property
     def tensor(self) -> ProcessGroup:
-        """The ranks across which layers are split."""
+        """This rank's group along axis "tp", whose ranks hold the slices of the same layers."""
         return self.mesh.group("tp")
 
     @property
     def data(self) -> DeviceMesh:
-        """The sub-mesh of ranks across which batches are split: (replicate, shard)."""
+        """This rank's sub-mesh (replicate, shard), across which each batch is split."""
         return self.mesh["replicate", "shard"]
 
     @property

@@ -57,7 +57,7 @@ def parallelize(
     for layers that are split by heads and features. Axis "tp" needs the fastest links, so its
     ranks are consecutive. Every rank of the world must call this function with the same arguments
     and an identical model. The model is modified in place. The function blocks until all ranks have
-    called it, within the groups' timeouts. Initial values are taken from the first rank along each
+    called it or a group's timeout expires. Initial values are taken from the first rank along each
     axis except "pp".
 
     Args:
@@ -181,7 +181,10 @@ def _shard(
 
 @contextlib.contextmanager
 def _own_seed(axes: Axes) -> Iterator[None]:
-    """Use a different seed on each rank of axis "tp", so that all slices have different values."""
+    """Within the block, use a different seed on each rank of axis "tp".
+
+    The slices of a parameter are therefore initialized with different values.
+    """
     if axes.tensor.size == 1:
         yield
         return

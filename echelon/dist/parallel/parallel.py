@@ -142,8 +142,8 @@ class Parallel:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale all gradients so that their total norm is at most `max_norm`.
 
-        Each element of the whole model is counted once, no matter which rank holds it. Collective
-        among all ranks.
+        Each element of the whole model is counted once, no matter how many ranks hold it.
+        Collective among all ranks.
 
         Returns:
             The norm before scaling, bitwise identical on every rank.
@@ -157,7 +157,9 @@ class Parallel:
         )
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model's parameters and buffers on the host, on every rank. Collective.
+        """Return the whole model's parameters and buffers, in host memory on every rank.
+
+        Collective.
 
         Raises:
             CollectiveError: a rank was lost or did not join.
@@ -228,9 +230,9 @@ class Parallel:
             )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that ends the group of axis "tp" if a pipeline call fails.
+        """Return a context manager that aborts the group of axis "tp" if a pipeline call fails.
 
-        Other ranks of the axis might be waiting in this group.
+        The group must be aborted because its other ranks might be waiting for this rank.
         """
         group = self._axes.tensor
         rank = group.ranks[group.rank]

@@ -41,8 +41,8 @@ class Plan:
         stages: called with the model, the index of a stage and the number of stages; returns the
             stage's module, whose parameters are named as in the model. None if the model cannot run
             as a pipeline.
-        divisors: numbers that the number of tensor-parallel ranks must divide, such as the number
-            of heads. Each key is the name of its number in error messages.
+        divisors: numbers that must be multiples of the number of tensor-parallel ranks, such as
+            the number of heads, keyed by the names that error messages use.
 
     Example:
         >>> plan = Plan(

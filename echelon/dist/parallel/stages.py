@@ -43,7 +43,9 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def find_ties(
     stages: Sequence[Stage], first: dict[str, str], group: ProcessGroup
 ) -> list[list[str]]:
-    """Return the parameters that several stages hold, as `ties` for `Pipeline`. Collective.
+    """Return the parameters that several stages hold, in the form of `Pipeline`'s `ties`.
+
+    Collective.
 
     Args:
         stages: this rank's stages.

@@ -12,7 +12,7 @@ from echelon.dist.parallel.axes import Axes
 
 
 def full_state_dict(model: nn.Module, axes: Axes, names: dict[str, str]) -> dict[str, Tensor]:
-    """Return the whole model's `state_dict()`, on the host of every rank. Collective.
+    """Return the whole model's `state_dict()`, in host memory on every rank. Collective.
 
     Args:
         model: this rank's part of the model, whose parameters are named as in the whole model.

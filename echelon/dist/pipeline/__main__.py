@@ -1,4 +1,4 @@
-"""Show, check and search schedules (`python -m echelon.dist.pipeline`). Torch is not needed."""
+"""Show, check and search for schedules: `python -m echelon.dist.pipeline`. Does not need torch."""
 
 from __future__ import annotations
 

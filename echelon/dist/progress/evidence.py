@@ -53,7 +53,7 @@ class Evidence(Protocol):
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return the verdict of the rank whose failure ended the operation, or `error` if unknown.
 
-        Blocks for at most 3 s, until the failed rank has determined which rank is at fault.
+        Blocks for at most 3 s, until that rank has determined which rank is at fault.
         """
 
     def arriving(self) -> AbstractContextManager[object]:

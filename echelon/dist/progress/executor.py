@@ -65,7 +65,10 @@ class Lane:
         return pending
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job, on this thread if the lane is idle; block until the job has ended."""
+        """Run a job on this thread if the lane is idle, otherwise on the lane's thread.
+
+        Blocks until the job has ended.
+        """
         with self._changed:
             inline = not self._busy and not self._jobs
             self._busy = self._busy or inline
@@ -80,7 +83,10 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the thread once all queued jobs have run. With `wait`, block for at most 5 s."""
+        """Let the thread exit once all queued jobs have run.
+
+        With `wait`, block until the thread exits, but for at most 5 s.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()

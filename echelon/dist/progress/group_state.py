@@ -8,9 +8,9 @@ error into the group's error. Every later call reports the group's error, on thi
 [Note: the end of a group] A group ends when it fails, is aborted or is closed, whichever happens
 first. An atomic `dict.setdefault` decides which event came first. A lock would not work, because a
 signal handler might call `abort` on a thread that already holds the lock. The first event cuts the
-engine's connections. The engine is released (`close`) only when no thread is inside the engine.
-Therefore, `close` waits briefly for other threads. If a signal handler interrupts the engine and
-calls `shutdown`, the interrupted call releases the engine when it returns.
+engine's connections. The engine is released only when no thread is inside the engine, so `close`
+waits briefly for other threads. If a signal handler interrupts a call of the engine and closes the
+group, the interrupted call releases the engine when it returns.
 """
 
 from __future__ import annotations
@@ -136,16 +136,16 @@ class GroupState:
     # ---- numbers ----
 
     def next_message(self, kind: str, peer: int) -> int:
-        """Return the number that `admit` will assign to the next message to or from a peer."""
+        """Return the number of the next message to or from a peer, which `admit` reserves."""
         return self._message_numbers.get((kind, peer), 0)
 
     def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
-        """Assign an operation its final number, unless the operation is refused.
+        """Admit an operation and reserve its number, unless the operation is refused.
 
         The caller must hold the `Turn` of the operation's kind.
 
         Raises:
-            ValueError: the engine refuses the operation; no number was assigned.
+            ValueError: the engine refuses the operation, and its number remains free.
             CollectiveError: the group has ended, or a nested collective cannot run.
         """
         if self._works:
@@ -185,7 +185,7 @@ class GroupState:
             spent.collectives_s = before_s + time.monotonic() - began_s
 
     def launch(self, operation: Operation, record: int) -> Work:
-        """Start an admitted operation.
+        """Start an admitted operation without waiting for its end.
 
         Raises:
             CollectiveError: the operation failed immediately, and the group has ended.
@@ -230,7 +230,7 @@ class GroupState:
     # ---- operations under way ----
 
     def sweep(self) -> None:
-        """Record the end of each operation that has ended and is not recorded yet."""
+        """Record the end of each operation that has ended since ends were last recorded."""
         if self._works:
             with self._lock:
                 for work in self._ended():
@@ -326,7 +326,7 @@ class GroupState:
         return error if first is error else self.end_of(operation, error)
 
     def _determine(self, operation: Operation, raised: BaseException) -> CollectiveError:
-        """Return an error that names the ranks at fault for an engine's error.
+        """Return an error that names the ranks that caused an engine's error.
 
         Blocks for at most 3 s, or 4 s if the store is slow.
         """
@@ -352,7 +352,11 @@ class GroupState:
         return [operation for _, operation in list(self._inside)] + list(self._explained)
 
     def fail(self, error: CollectiveError) -> CollectiveError | None:
-        """End the group with an error unless it has already ended; return the final error."""
+        """End the group with an error, unless it has already ended.
+
+        Returns:
+            The error that ended the group; None if the group was closed or aborted before.
+        """
         mine = _End(error)
         first = self._ends.setdefault("end", mine)
         if first is mine:
@@ -463,7 +467,7 @@ class GroupState:
 
 
 class OperationWatch:
-    """The limits of one operation of a group; see `interface.Watch`."""
+    """The conditions under which one operation of a group is aborted; see `interface.Watch`."""
 
     __slots__ = ("_operation", "_state", "deadline_s")
 
@@ -473,7 +477,7 @@ class OperationWatch:
         self.deadline_s = time.monotonic() + operation.timeout_s
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise an error if this operation must end; see `interface.Watch.check`."""
+        """Raise an error if this operation must be aborted; see `interface.Watch.check`."""
         state, operation = self._state, self._operation
         state.check_end(operation)
         members = state.members

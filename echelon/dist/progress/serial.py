@@ -66,7 +66,8 @@ class Serial:
         """Run a collective when its turn comes, and block until the collective has ended.
 
         Raises:
-            Exception: the exception that the collective raised, or that ended it in the queue.
+            Exception: the exception that the collective raised, or the error that ended its wait
+                in the queue.
         """
         job = self.submit(operation, watch)
         while not job.wait(CHECK_EVERY_S):
@@ -76,7 +77,7 @@ class Serial:
             raise job.error
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the thread after its current job; return whether the thread ended in time."""
+        """Stop the thread once all queued jobs have ended; return whether it ended in time."""
         self._is_closing = True
         self._inbox.put(None)
         thread = self._thread.get("serial")

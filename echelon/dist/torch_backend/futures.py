@@ -20,7 +20,11 @@ _CLOSE_S = 1.0
 
 
 class FutureThreads:
-    """The threads that complete one group's futures, by kind of operation and chaining depth."""
+    """The threads that complete one group's futures: one or more per kind of operation.
+
+    A callback runs on the thread that completes its future. If the callback starts operations of
+    the same kind, their futures are completed by an additional thread.
+    """
 
     def __init__(self) -> None:
         self._threads: dict[str, _Thread] = {}
@@ -28,7 +32,10 @@ class FutureThreads:
         self._pid = os.getpid()
 
     def submit(self, name: str, job: Job) -> None:
-        """Run a job after earlier jobs with the same name, on a thread other than the caller's."""
+        """Run a job on the thread for `name`, after the jobs that were submitted to it earlier.
+
+        If the caller is this thread itself, the job runs on an additional thread.
+        """
         title = f"echelon-torch-{name}"
         running = threading.current_thread().name
         if running.startswith(title):

@@ -163,9 +163,9 @@ class TorchGroup(Identity):
         return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce a list of tensors over all ranks, and store this rank's result in the output.
+        """Reduce each tensor in a list over all ranks; store the result for this rank's tensor.
 
-        The tensors' sizes can differ.
+        The list has one tensor per rank, and the tensors' sizes can differ.
         """
         name = "reduce_scatter"
         output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)
@@ -343,7 +343,7 @@ class TorchGroup(Identity):
         return False
 
     def abort(self) -> None:
-        """End the group on all ranks within 1 s. Safe to call on any thread.
+        """Abort the group on all ranks within 1 s. Safe to call on any thread.
 
         Waiting operations raise an error.
         """
@@ -351,7 +351,10 @@ class TorchGroup(Identity):
             self._made.abort()
 
     def shutdown(self) -> None:
-        """End the group on this rank and join its threads within seconds. Safe to call twice."""
+        """Close the group on this rank and join its threads within a few seconds.
+
+        Safe to call twice.
+        """
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True

@@ -43,7 +43,7 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
 
     @property
     def group_name(self) -> str:
-        """Torch's name for the group, which compiled code looks up."""
+        """Torch's name for the group, by which compiled code looks the group up."""
         return self._torch_name
 
     @property

@@ -1,14 +1,14 @@
-"""Provide a torch group that can be reconfigured, each time with different members.
+"""Provide a torch group that can be reconfigured with different members.
 
 Torch's own groups are created only once. This group is configured with the address of a store, by
 torchft's manager (`echelon/dist/torchft.py`) or by a program that selects the members itself. A
 configuration that has failed or was aborted refuses all operations until the next configuration
 replaces it.
 
-[Note: ending a configuration] `abort` can be called while one thread is inside an operation, or
-while another thread is inside `configure`. `abort` uses GroupMaker, which can end a group both
-during and after its creation. `abort` does not release the group, because the ended operations must
-still report their errors. The next `configure` or `shutdown` releases the group.
+[Note: ending a configuration] `abort` can be called while another thread is inside an operation or
+inside `configure`. `abort` uses GroupMaker, which can abort a group both during and after its
+creation. `abort` does not release the group, because the aborted operations must still report their
+errors. The next `configure` or `shutdown` releases the group.
 """
 
 from __future__ import annotations
@@ -81,12 +81,15 @@ class Configuration:
         return self._made
 
     def abort(self) -> None:
-        """End the group, or its creation, on all its members."""
+        """Abort the group on all its members, even if it is still being created."""
         members = Members(name=self._name, rank=self.rank, ranks=self._ranks)
         self.end(build.aborted(members, Operation("abort", 0)))
 
     def end(self, error: CollectiveError) -> None:
-        """End the group, or its creation, with an error; later calls have no effect."""
+        """Abort the group with an error, even if it is still being created.
+
+        Only the first call has an effect.
+        """
         with self._lock:
             self._error = self._error or error
             maker = self._maker
@@ -95,7 +98,7 @@ class Configuration:
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error that ended the group or its creation, or None."""
+        """The error with which the group, or the attempt to create it, failed, or None."""
         made = self._made
         if made is None:
             return self._error
@@ -175,7 +178,7 @@ class Reconfigurable:
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error that ended the current group or its creation, or None."""
+        """The error with which the current group, or the attempt to create it, failed, or None."""
         configuration = self._configuration
         return None if configuration is None else configuration.error
 
@@ -202,9 +205,10 @@ class Reconfigurable:
             group.set_timeout_s(timeout_s)
 
     def abort(self) -> None:
-        """End the current group, or its creation, on all its members. Safe to call on any thread.
+        """Abort the current group on all its members, even if it is still being created.
 
-        Waiting operations and `configure` raise CollectiveError within 1 s.
+        Safe to call on any thread. Waiting operations and `configure` raise CollectiveError within
+        1 s.
         """
         configuration = self._configuration
         if configuration is not None:

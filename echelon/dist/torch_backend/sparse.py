@@ -1,8 +1,8 @@
 """Sum sparse tensors: each rank gathers all non-zeros and adds them in rank order.
 
-DDP sums sparse gradients of embeddings in this way. A sum requires three all-gathers on the host:
-one for the numbers of non-zeros, one for their indices, and one for their values. The call blocks
-until the sum is complete.
+DDP uses such sums for the sparse gradients of embeddings. A sum requires three all-gathers on the
+host: one for the numbers of non-zeros, one for their indices, and one for their values. The call
+blocks until the sum is complete.
 """
 
 from __future__ import annotations

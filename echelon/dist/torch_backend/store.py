@@ -3,7 +3,7 @@
 Torch passes its rendezvous store to a backend, so a second store is not needed. For a TCPStore,
 echelon's client connects to the same server. Unlike torch's client, echelon's client waits without
 logging and can be interrupted by signals. One client serves all groups of a process. Any other
-store, such as a FileStore, is used through torch.
+store, such as a FileStore, is accessed through torch's own methods.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ _BUCKET_BYTES = 32 << 20
 
 
 class SharedGradients:
-    """The gradients of the parameters that are not split, reduced at the end of each step.
+    """The gradients of the unsplit parameters, which are reduced at the end of each step.
 
     Args:
         undivided: the parameters of the whole model that are not split.
         held: the parameters or shards whose `.grad` this rank's optimizer uses.
-        group: the ranks that hold the same parameters.
+        group: the tensor-parallel ranks, which all hold the unsplit parameters.
     """
 
     def __init__(

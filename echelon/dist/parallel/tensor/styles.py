@@ -35,7 +35,7 @@ FEATURES = -1
 
 @dataclass(frozen=True)
 class Setting:
-    """The ranks across which layers are split, and whether positions are also split."""
+    """The ranks across which layers are split, and whether sequences are split among them, too."""
 
     group: ProcessGroup
     sequence: bool
@@ -159,7 +159,7 @@ def make_head(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
-    """Replace a parameter's data by this rank's slice; return the slice's length along `dim`.
+    """Replace a parameter's data with this rank's slice; return the slice's length along `dim`.
 
     A parameter that several modules share is split only once.
 

@@ -25,7 +25,7 @@ def plan_of(
 
     Raises:
         ValueError: the plan does not match the number of ranks or micro-batches, or the named
-            schedule is not defined for the given numbers.
+            schedule is not defined for the given numbers of ranks, micro-batches and chunks.
         PlanError: the plan cannot be executed.
     """
     if isinstance(schedule, str) and not schedule.endswith(".csv"):

@@ -39,7 +39,7 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Replace each input that has an autograd graph with a detached tensor as a new leaf.
+    """Replace each input that has an autograd history with a detached tensor, which is a new leaf.
 
     Each micro-batch runs its own backward pass, which stops at the leaves. `pass_on` then runs the
     backward pass of the caller's graph once, with the gradients from all micro-batches.

@@ -1,7 +1,7 @@
-"""End all groups that a step uses, on every rank, if the step fails on one rank.
+"""Abort all groups that a step uses, on every rank, if the step fails on one rank.
 
-Other ranks might be waiting for the failed rank in these groups. The errors on the other ranks name
-the failed rank.
+This is necessary because other ranks might be waiting for the failed rank in these groups. The
+errors on the other ranks name the failed rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_TEXT = 200
 def ending_on_failure(
     call: str, number: int, rank: int, on_failure: Callable[[], Iterable[ProcessGroup]]
 ) -> Iterator[None]:
-    """End groups if the block raises an error; the error is propagated unchanged.
+    """Abort groups if the block raises an error; the error is propagated unchanged.
 
     Args:
         call, number, rank: as in `end_groups`.
@@ -40,14 +40,14 @@ def ending_on_failure(
 def end_groups(
     groups: Iterable[ProcessGroup], call: str, number: int, rank: int, raised: BaseException
 ) -> None:
-    """End groups because of an error on this rank.
+    """Abort groups because of an error on this rank.
 
-    Does not block. Groups that have already ended are not changed.
+    Does not block. Groups that have already been aborted or closed are not changed.
 
     Args:
         groups: the groups in which other ranks might be waiting for this rank.
         call: the call that failed: "step" or "evaluate".
-        number: the number of the call, from 0.
+        number: the number of the call, counted from 0.
         rank: this process's global rank.
         raised: the error that the call raised. If the error is a `CollectiveError`, the ranks that
             it names are reported as the failed ranks.

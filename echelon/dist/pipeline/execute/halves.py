@@ -111,7 +111,7 @@ def _run(
 def _divide(
     roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[_Deferred]]:
-    """Return the parameters for the first half, and the nodes to defer to the second half."""
+    """Return the parameters whose gradients the first half computes, and the deferred nodes."""
     own = {id(leaf) for leaf in inputs}
     top = {edge.node for edge in roots}
     hanging: dict[Node, torch.Tensor] = {}  # parameters, and the unary chains above them

@@ -1,7 +1,7 @@
 """Combine a rank's stages into one module with parameters named as in the whole model.
 
 Checkpoints store tensors by name. If each stage numbered its layers from 0, names would clash
-between stages, and a checkpoint of stages could be loaded only into the same stages.
+between stages, and a checkpoint could be loaded only into a model that is split in the same way.
 """
 
 from __future__ import annotations

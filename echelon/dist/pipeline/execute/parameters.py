@@ -24,7 +24,10 @@ def is_sharded(stage: Stage) -> bool:
 
 
 def groups_of(stage: Stage) -> Iterator[ProcessGroup]:
-    """Yield the process groups across which a stage's parameters are sharded; can repeat groups."""
+    """Yield the process groups across which a stage's parameters are sharded.
+
+    A group can be yielded more than once.
+    """
     for unit in units_of(stage.module):
         yield from driver_of(unit).groups()
 
@@ -86,7 +89,7 @@ class Tied:
                 shard.data.copy_(part)
 
     def set_aside(self) -> None:
-        """Set aside the gradients of earlier steps, so that only this step's gradient is summed."""
+        """Set aside the gradient of earlier steps, to keep it out of this step's sum."""
         holder = self.holder()
         self._kept, holder.grad = holder.grad, None
 

@@ -15,7 +15,10 @@ _shared: WeakKeyDictionary[nn.Module, list[list[str]]] = WeakKeyDictionary()
 
 
 class Layers(nn.Module):
-    """Layers that run one after another. Their names can contain dots, as in the whole model."""
+    """Layers that run one after another.
+
+    Each layer keeps its name in the whole model, even if the name contains dots.
+    """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ def split(
 
 
 def shared_with(stage: nn.Module) -> Sequence[Sequence[str]]:
-    """Return the parameters that a stage shares with other stages of its `split`.
+    """Return the parameters that a stage shares with other stages from the same call to `split`.
 
     Returns:
         For each shared parameter, all its names, as `stage:name`.
@@ -130,7 +133,7 @@ def _cuts(costs: list[float], num_parts: int) -> list[int]:
     """Split layers into parts by dynamic programming, minimizing the highest cost of a part.
 
     Returns:
-        The index of the first layer in each part after the first part.
+        The index of the first layer of each part except the first part.
     """
     total = [0.0, *accumulate(costs)]
     num = len(costs)

@@ -17,7 +17,7 @@ _BUCKET_BYTES = 32 << 20
 def average_gradients(stages: Sequence[Stage], group: ProcessGroup) -> None:
     """Average the gradients over all replicas, counting missing gradients as zero.
 
-    Collective. In a group with rank-ordered sums, the ranks' gradients are added in rank order.
+    Collective. If the group has `reduction="rank_ordered"`, gradients are added in rank order.
 
     Raises:
         CollectiveError: a replica was lost or did not join.

@@ -52,8 +52,8 @@ class Pipeline:
         pipe = Pipeline(stages, group=group, schedule="1f1b", num_microbatches=8, loss_fn=loss_fn)
         losses = pipe.step(inputs, targets)
 
-    If a stage's module is sharded (`fully_shard`), parameters are gathered and released as the
-    schedule needs them, and gradients are reduced once per step.
+    If a stage's module is sharded (`fully_shard`), its parameters are gathered before the
+    computations that use them and released afterwards, and its gradients are reduced once per step.
 
     Args:
         stages: this rank's stages, placed as the schedule requires. Rank r of p holds stage r; with
@@ -70,9 +70,9 @@ class Pipeline:
             are sharded.
 
     The constructor is collective: every rank of the group must call it with the same arguments, and
-    it blocks until all ranks have done so, within the group's timeout. If a step fails on one rank,
-    all groups that the step uses end on every rank. The other ranks' errors name the failed rank.
-    The pipeline cannot be used afterwards.
+    it blocks until all ranks have done so or the group's timeout expires. If a step fails on one
+    rank, all groups that the step uses are aborted on every rank. The other ranks' errors name the
+    failed rank. The pipeline cannot be used afterwards.
 
     Raises:
         ValueError: stages, schedule and group do not match, or the ranks' arguments differ.
@@ -135,7 +135,7 @@ class Pipeline:
 
     @cached_property
     def module(self) -> StageModules:
-        """This rank's stages as one module with the names of the whole model, for checkpoints.
+        """This rank's stages as one module for checkpoints, with names as in the whole model.
 
         A checkpoint's state can contain the pipeline itself: `save(path, {"model": pipe})`.
         """
@@ -192,7 +192,8 @@ class Pipeline:
 
         Raises:
             ValueError: inputs or targets are missing or cannot be split, `loss_scale` is invalid,
-                or a loss does not require gradients. In the last case, the step's groups end.
+                or a loss does not require gradients. In the last case, all groups that the step
+                uses are aborted.
             CollectiveError: a rank was lost or exceeded the group's timeout.
         """
         if not torch.is_grad_enabled():
@@ -309,7 +310,7 @@ class Pipeline:
         return ending_on_failure(call, next(self._numbers), rank, self._fail)
 
     def _fail(self) -> Iterator[ProcessGroup]:
-        """Prevent further steps, and return the groups to end.
+        """Prevent further steps, and return the groups that must be aborted.
 
         Another step is impossible because the channels still contain messages of the failed step.
         """

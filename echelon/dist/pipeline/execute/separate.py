@@ -20,7 +20,7 @@ from echelon.dist.pipeline.plan.action import Action, Kind
 
 
 class Listener(Protocol):
-    """Callbacks around the computations of each micro-batch."""
+    """Callbacks that run before and after a stage's computations for each micro-batch."""
 
     def random(
         self, stage: Stage, microbatch: int, state: torch.Tensor | None

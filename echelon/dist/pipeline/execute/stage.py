@@ -39,7 +39,7 @@ class Stage:
     Args:
         module: called with the previous stage's outputs or, in the first stage, with the
             micro-batch.
-        index: the index of this stage, from 0.
+        index: the index of this stage, starting at 0.
         num_stages: the number of stages of the whole model.
         prefix: a prefix, such as "decoder.", that is prepended to the names of the module's
             parameters and buffers to form their names in the whole model. Stages from `split` do

@@ -1,9 +1,10 @@
 """Keep tied parameters, such as an embedding that is also the output layer, equal across stages.
 
-Each stage has a copy, and all copies start with the first stage's value. At the end of each step,
-every copy gets the same gradient, which is the sum of the stages' gradients in the order of the
-stages. The copies therefore remain equal. If several stages on one rank hold the same parameter
-object, autograd adds their gradients, and the object counts as one copy.
+Each stage that uses a tied parameter has a copy, and all copies start with the value in the first
+of these stages. At the end of each step, every copy gets the same gradient, which is the sum of the
+stages' gradients, added in the order of the stages. The copies therefore remain equal. If several
+stages on one rank hold the same parameter object, autograd adds their gradients, and the object
+counts as one copy.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def check_plan(plan: Plan) -> None:
     """Check that a plan is complete, in a valid order and free of deadlocks.
 
     Raises:
-        PlanError: the plan is invalid; the error gives the row and column of the fault, from 0.
+        PlanError: the plan is invalid; the error gives the fault's row and column, counted from 0.
     """
     index = _Index(plan)
     _check_stages(index)

@@ -23,7 +23,9 @@ _Key = tuple[float, int, int]  # when, messages before computations, which messa
 
 
 def add_messages(plan: Plan) -> Plan:
-    """Return the plan with all sends and receives; a plan that already has messages is unchanged.
+    """Return the plan with the sends and receives that it needs between ranks.
+
+    A plan that already has messages is returned unchanged.
 
     Raises:
         PlanError: an action can never run.

@@ -20,7 +20,7 @@ _IDLE = ("", "None")
 
 
 class PlanError(ValueError):
-    """The error for an invalid plan; `row` and `column`, both from 0, locate the fault.
+    """The error for an invalid plan; `row` and `column`, counted from 0, locate the fault.
 
     Example:
         >>> try:

@@ -86,5 +86,5 @@ class Costs:
 
 
 def of_stage(value: PerStage, stage: int) -> float:
-    """Return the value for a given stage."""
+    """Return a stage's value, given one value for all stages or one value per stage."""
     return float(value) if isinstance(value, int | float) else float(value[stage])

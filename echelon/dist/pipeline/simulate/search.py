@@ -1,4 +1,4 @@
-"""Search for the fastest schedule within a memory limit, by simulation with given costs.
+"""Search for the fastest schedule that fits in memory, by simulating schedules with given costs.
 
 The search tries each named schedule with every number of chunks that it supports, up to a maximum,
 and a fitted schedule for each placement of the stages (`simulate/fitted.py`).
@@ -68,7 +68,7 @@ def search(
     memory_bytes: float = float("inf"),
     max_chunks: int = 4,
 ) -> list[Simulation]:
-    """Return simulations of all tried schedules that fit in memory, fastest first.
+    """Try many schedules; return the simulations of those that fit in memory, fastest first.
 
     Args:
         num_ranks: the number of ranks in the pipeline.

@@ -1,4 +1,4 @@
-"""Run one rank's side of the exchange between stages in a step.
+"""Exchange tensors between this rank's stages and the adjacent stages during a step.
 
 Tensors are passed directly between stages on the same rank, and are sent between stages on
 different ranks. Sends never block. Receives are posted no later than in the plan that
@@ -25,7 +25,7 @@ _NAMES = {Product.OUTPUT: "RECV_F", Product.INPUT_GRAD: "RECV_B"}
 
 
 class Routes:
-    """The messages that each rank sends to this rank, in order, as derived from the plan."""
+    """The sources and destinations of the tensors that this rank exchanges, given the plan."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.owner = plan.rank_of_stage
@@ -41,7 +41,10 @@ class Routes:
         return sorted(near - {self.rank})
 
     def sent_by(self, peer: int, *, backward: bool) -> list[Thing]:
-        """Return the outputs and, if `backward`, the gradients that a peer sends here, in order."""
+        """Return the outputs and, if `backward`, the gradients that a peer sends to this rank.
+
+        They are in the order in which they are sent.
+        """
         return [one for one in self._sent[peer] if backward or one.product is Product.OUTPUT]
 
     def destination(self, thing: Thing) -> int | None:
@@ -70,7 +73,7 @@ class Routes:
 
 
 class Exchange:
-    """The exchange of tensors between stages in one step.
+    """One rank's part in the exchange of tensors between stages, for one step.
 
     Args:
         group: the pipeline's ranks.
@@ -100,14 +103,14 @@ class Exchange:
         }
 
     def want(self, things: Sequence[Thing]) -> None:
-        """Post the receives for `things`, and any other receives whose headers have arrived."""
+        """Mark `things` as needed, and post all receives that can be posted now."""
         for thing in things:
             self._incoming[self._routes.source(thing)].want(thing)
         for incoming in self._incoming.values():
             incoming.advance()
 
     def want_for(self, *actions: Action) -> None:
-        """Post the receives that the given computations need."""
+        """Mark the data that the given computations need, as in `want`."""
         self.want([thing for action in actions for thing in self._routes.needed(action)])
 
     def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:

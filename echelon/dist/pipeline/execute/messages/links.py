@@ -30,8 +30,8 @@ class Link:
         headers, data, spill: the three channels, as described at the top of this module.
         is_joined: whether a header and a payload of known size are sent in one message, which is
             the case for host data.
-        sent, received: the size in bytes of each output's last payload; both ends of the link store
-            the same sizes.
+        sent, received: the size in bytes of the last payload for each stage and micro-batch, in
+            each direction. `sent` at one end of the link equals `received` at the other end.
     """
 
     rank: int

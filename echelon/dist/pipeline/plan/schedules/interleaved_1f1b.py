@@ -2,7 +2,7 @@
 
 Rank r of p holds stages r, r + p, r + 2p, ... Before its first backward pass, a rank runs one round
 of forward passes for each of its chunks except the last. It then runs one more forward pass, plus
-two for each higher rank, because a micro-batch passes to the last rank and back.
+two for each rank after it in the pipeline, because a micro-batch passes to the last rank and back.
 """
 
 from __future__ import annotations

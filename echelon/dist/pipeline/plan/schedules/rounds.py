@@ -2,10 +2,10 @@
 
 A round of micro-batches passes through chunk 0, then chunk 1, and so on, before the next round
 begins; in the backward direction, the last chunk comes first. A round has as many micro-batches as
-there are ranks, so the first micro-batch of a round returns to rank 0 just after the last
-micro-batch has left it. If the number of micro-batches is not a multiple of the number of ranks,
-some or all rounds are larger, and their sizes differ by at most one. Fewer micro-batches than ranks
-form a single round.
+there are ranks, so the first micro-batch of a round returns to rank 0 just after the round's last
+micro-batch has left rank 0. If the number of micro-batches is not a multiple of the number of
+ranks, some or all rounds are larger, and their sizes differ by at most one. Fewer micro-batches
+than ranks form a single round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def round_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def visits(sizes: list[int], num_chunks: int, *, is_backward: bool) -> list[tuple[int, int]]:
-    """Return the (chunk, micro-batch) pairs of one direction, in order."""
+    """Return the (chunk, micro-batch) pairs of a rank's forward or backward passes, in order."""
     chunks = range(num_chunks - 1, -1, -1) if is_backward else range(num_chunks)
     starts = [0, *accumulate(sizes)]
     return [

@@ -1,7 +1,8 @@
 """Build a row and number its micro-batches, so that a schedule only has to name stages.
 
-Micro-batches pass through a stage in order. The number of a stage's actions of one kind in the row
-is therefore also the index of the next micro-batch for that stage and kind.
+Micro-batches pass through a stage in order. If the row already contains n forward passes of a
+stage, the stage's next forward pass is therefore for micro-batch n. The same applies to backward
+passes.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ class RowBuilder:
         self.actions.append(overlap(self._forward(forward_stage), self._backward(backward_stage)))
 
     def inputs(self, stage: int) -> None:
-        """Append the next input gradients of a stage, and defer the weight gradients."""
+        """Append the first half of a stage's next backward pass, and defer the second half.
+
+        The halves compute the input gradients and the weight gradients, respectively.
+        """
         microbatch = self._count(self._backwards, stage)
         self._owed.append((stage, microbatch))
         self.actions.append(input_grad(stage, microbatch))
 
     def weights(self, stage: int | None = None) -> None:
-        """Append the oldest deferred weight gradients of a stage or, if None, of any stage."""
+        """Append the oldest deferred weight gradients of `stage`, or of any stage if it is None."""
         owed = next(pair for pair in self._owed if stage in (None, pair[0]))
         self._owed.remove(owed)
         self.actions.append(weight_grad(*owed))
