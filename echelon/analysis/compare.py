@@ -34,7 +34,7 @@ class MicroBatch:
 
     @property
     def gradients(self) -> dict[str, str]:
-        """The gradient fingerprints of all stages, keyed by parameter name, in the model's order."""
+        """The gradient fingerprints of all stages, keyed by parameter name, in model order."""
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:

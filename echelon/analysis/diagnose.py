@@ -205,7 +205,10 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Ensure that the evidence names each culprit as `rank R`, unless there are too many to list."""
+    """Ensure that the evidence names each culprit as `rank R`.
+
+    A finding with too many culprits to list is returned unchanged.
+    """
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding

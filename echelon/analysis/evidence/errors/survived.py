@@ -77,7 +77,7 @@ class Survived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Break:
-    """The rows that one error made fail: for each rank, their indices in ascending order [num_rows]."""
+    """The rows that failed with one error: for each rank, their indices [num_rows], ascending."""
 
     group: int
     failed: Mapping[int, npt.NDArray[np.int64]]

@@ -18,7 +18,7 @@ Side = tuple[int, int, int, bool]  # rank, group, peer, whether it sends
 
 
 class Exchanges:
-    """The sends and receives of all ranks, indexed by pair."""
+    """The sends and receives of all ranks, indexed by pair of ranks."""
 
     def __init__(self, evidence: Evidence) -> None:
         calls = evidence.tables.calls
@@ -75,7 +75,7 @@ class Exchanges:
         return list(first.values())
 
     def is_send(self, row: Any) -> bool:
-        """Return whether a row is a send."""
+        """Return whether a row records a send."""
         return bool(self._sends[int(row["call"])])
 
     def is_answered(self, rank: int, row: Any) -> bool:
