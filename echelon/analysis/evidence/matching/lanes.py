@@ -45,7 +45,7 @@ class Lanes:
     rows: npt.NDArray[np.int32]
 
     def column(self, field: str, absent: int = ABSENT) -> npt.NDArray[Any]:
-        """Return one field of every cell's row, or `absent` if empty: [num_members, num_columns]."""
+        """Return a field of every cell's row, or `absent` if empty: [num_members, num_columns]."""
         dtype = np.int64 if field.endswith("_ns") or field == "num_bytes" else np.int32
         out = np.full(self.rows.shape, absent, dtype)
         for index, rank in enumerate(self.members.tolist()):
