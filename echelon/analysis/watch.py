@@ -63,7 +63,7 @@ def current(path: Path) -> Evidence:
 
     Raises:
         DumpFormatError: nothing at the path can be read.
-        ValueError: the path does not exist.
+        ValueError: the path does not exist or has no content in a known format.
     """
     place = find(path)
     rings = find_rings(path) if place is not None and place.incident.kind else None

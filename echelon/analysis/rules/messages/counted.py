@@ -51,7 +51,7 @@ def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
 def _stages(streams: Streams) -> Iterator[list[int]]:
     """Yield the members of each group that has no messages between its own members.
 
-    Members that exchange no messages with nonmembers either are omitted.
+    Members that exchange no messages at all are omitted.
     """
     talks: dict[int, set[int]] = {}
     for rank, facts in streams.evidence.ranks.items():

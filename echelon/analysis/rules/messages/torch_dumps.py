@@ -131,7 +131,7 @@ def _describe_unequal(picture: Picture, one: _Side, other: _Side, odd: _Side | N
 
 
 def _lonely(streams: Streams) -> Iterator[Message]:
-    """Yield the first pending message without a counterpart of every sender, receiver and kind."""
+    """Yield, for each entry of `Streams.messages`, the first message without a counterpart."""
     for line in streams.messages.values():
         for message in line:
             if streams.counterpart(message) is None:

@@ -35,7 +35,7 @@ _OTHERS_BUILD = (
 
 
 def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is running torch's compiler, from its stack alone."""
+    """Detect, from its stack alone, a rank that is running torch's compiler."""
     activity = activity_of(facts)
     if activity.doing is not Doing.COMPILING:
         return None
@@ -56,7 +56,7 @@ def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_span(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is inside a span whose name reveals the cause."""
+    """Detect a rank that is inside a span whose name reveals what delays the rank."""
     span = innermost_span(facts)
     if span is not None and span.name in _SPAN_CAUSES:
         return _span_reading(facts, span)

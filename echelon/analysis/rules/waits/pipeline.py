@@ -38,7 +38,7 @@ class _Wait:
 
 
 def find_pipeline(picture: Picture) -> list[Finding]:
-    """Report the ranks that pipelines are waiting for, longest wait first."""
+    """Report the ranks that hold up a pipeline, longest wait first."""
     waits = {
         rank: wait
         for rank, facts in picture.evidence.ranks.items()
