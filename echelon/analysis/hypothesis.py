@@ -225,7 +225,10 @@ def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower the confidence because a rival that is not merely `possible` explains as many ranks."""
+    """Lower the confidence because of a rival that explains as many ranks.
+
+    A rival that is merely `possible` has no effect.
+    """
     if rival.confidence is Confidence.POSSIBLE:
         return finding
     highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE

@@ -171,7 +171,7 @@ class Picture:
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that are disturbed or wait for `culprits`, excluding `culprits`."""
+        """Return the ranks other than `culprits` that are disturbed or wait for `culprits`."""
         culprits = set(culprits)
         reached = set(self.graph.fallout(culprits)) | self.disturbed
         return tuple(sorted(reached - culprits))

@@ -77,7 +77,10 @@ class Survived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Break:
-    """The rows that failed with one error: for each rank, their indices [num_rows], ascending."""
+    """The rows that failed because of one error.
+
+    `failed` maps each rank to the ascending indices of its failed rows: [num_rows].
+    """
 
     group: int
     failed: Mapping[int, npt.NDArray[np.int64]]

@@ -45,7 +45,10 @@ class Lanes:
     rows: npt.NDArray[np.int32]
 
     def column(self, field: str, absent: int = ABSENT) -> npt.NDArray[Any]:
-        """Return a field of every cell's row, or `absent` if empty: [num_members, num_columns]."""
+        """Return one field of each cell's row: [num_members, num_columns].
+
+        Cells without a row have the value `absent`.
+        """
         dtype = np.int64 if field.endswith("_ns") or field == "num_bytes" else np.int32
         out = np.full(self.rows.shape, absent, dtype)
         for index, rank in enumerate(self.members.tolist()):
@@ -57,12 +60,12 @@ class Lanes:
 
     @cached_property
     def state(self) -> npt.NDArray[np.int32]:
-        """The `State` of every cell's row, or ABSENT if empty: [num_members, num_columns]."""
+        """The `State` of each cell's row, or ABSENT if it has none: [num_members, num_columns]."""
         return self.column("state")
 
     @cached_property
     def comparable(self) -> npt.NDArray[np.int32]:
-        """The comparable call of every cell, or ABSENT if empty: [num_members, num_columns]."""
+        """Each cell's comparable call, or ABSENT if it has none: [num_members, num_columns]."""
         lookup = np.array([*self.evidence.tables.comparable, ABSENT], np.int32)
         votes: npt.NDArray[np.int32] = lookup[self.column("call")]
         return votes

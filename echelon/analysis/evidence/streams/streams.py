@@ -186,7 +186,7 @@ class Streams:
         return known
 
     def _line(self, rank: int, way: Way, is_send: bool) -> list[int]:
-        """Return the rows of all sends or receives in one direction, oldest first."""
+        """Return the rows of a rank's sends to, or receives from, one peer, oldest first."""
         known = self._lines.get((rank, way, is_send))
         if known is None:
             rows = self.evidence.ranks[rank].rows

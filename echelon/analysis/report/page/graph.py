@@ -95,7 +95,7 @@ def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[
 def _nearest(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
     """Return each node's shortest distance from the roots.
 
-    Unreachable nodes get the largest distance.
+    An unreachable node gets a greater distance than any reachable node.
     """
     layers = dict.fromkeys(roots, 0)
     edge = list(roots)

@@ -1,7 +1,7 @@
 """Build the timeline: the last operations and spans of every rank, encoded as integers.
 
 Times are in microseconds since a common start. The total number of boxes (drawn operations and
-spans) is limited, so a larger world leaves fewer operations per rank.
+spans) is limited, so the larger the world, the fewer operations are shown per rank.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
 
 
 def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
-    """Return whether a rank was killed at about the time another rank ran out of memory."""
+    """Return whether a rank might have been killed because another rank ran out of memory."""
     if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
         return False
     apart_ns = abs(memory.moment_ns - first.moment_ns)

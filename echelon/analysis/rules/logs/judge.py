@@ -153,7 +153,7 @@ def _by_traceback(rank: int, text: str) -> Trouble | None:
 
 
 def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
-    """Return whether a rank exited with an error code but logged no sign of another's fault."""
+    """Return whether a rank exited with an error but logged no consequence of another fault."""
     code = facts.host.exit_code
     if not code or code in (-15, 143, -2, 130):
         return False
@@ -303,7 +303,7 @@ def _silent(picture: Picture, spoke: tuple[int, ...], message: Message) -> _Susp
 
 
 def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
-    """Return the ranks that torch's monitored barrier names."""
+    """Return the ranks that torch's monitored barrier names as missing."""
     for one in said:
         match = _BARRIER.search(one.line)
         if match is not None:

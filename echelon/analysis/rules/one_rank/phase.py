@@ -93,7 +93,7 @@ def _span_reading(facts: RankEvidence, span: Span) -> Reading:
 
 
 def _span_line(span: Span, frame: Frame | None) -> str:
-    """Return where a span was opened, or the current user line if a library opened the span."""
+    """Return where a span was opened, or the current line of user code if a library opened it."""
     opened = site_frame(span.site)
     if frame is not None and frame.is_users and opened is not None and not opened.is_users:
         return str(frame)

@@ -23,7 +23,7 @@ _ACTION = re.compile(r"\d{1,6}[FBIW]\d{1,6}")
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """A wait of one rank for another in a pipeline."""
+    """One rank's wait for another rank in a pipeline."""
 
     rank: int
     action: str  # its own action, which cannot continue

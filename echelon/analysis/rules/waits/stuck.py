@@ -274,7 +274,7 @@ def describe_sinks(
 
 
 def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
-    """Describe how the other ranks of a finding compare with the first rank."""
+    """Describe how a finding's other ranks compare with the rank shown as the example."""
     apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
     same = [rank for rank in rest if rank not in apart]
     text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""
