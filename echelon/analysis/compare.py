@@ -69,7 +69,7 @@ class Parting:
     """The point at which two runs diverge.
 
     Attributes:
-        step: the first step at which the fingerprints differ; None if the runs do not diverge.
+        step: the first step at which the runs diverge; None if they do not.
         text: a description for the user, in one to three lines.
     """
 

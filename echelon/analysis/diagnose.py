@@ -1,7 +1,7 @@
 """Turn a `Picture` into a report: run the rules, choose the root finding, and order the findings.
 
-The report lists the root finding (the verdict) first. Further roots follow, and then
-secondary findings about ranks that the roots do not name.
+The report lists the root finding (the verdict) first. Further roots follow, and then secondary
+findings about ranks that the roots do not name.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 class Watch:
-    """An observer of a folder that reports its state only when it changes."""
+    """An observer that reports the state of a folder only when that state changes."""
 
     def __init__(self, path: Path, show: Show, say: Say) -> None:
         self.exit_code = 0
@@ -91,7 +91,7 @@ def _recorded(facts: RankEvidence) -> int:
 
 
 def watch(path: Path, show: Show, say: Say, interval_s: float = INTERVAL_S) -> int:
-    """Read a path repeatedly until interrupted; return the last report's exit code."""
+    """Observe a path until interrupted, and return the exit code of the last report."""
     seen = Watch(path, show, say)
     try:
         while True:

@@ -49,8 +49,8 @@ class Continuation:
         """Count, for each member, the steps after the error in which it completed a collective.
 
         Returns:
-            The smallest count; None if a member did not continue; 0 if all members
-            continued but the steps are unknown.
+            The smallest count; None if a member did not continue; 0 if all members continued but
+            the steps are unknown.
         """
         counts = [self._num_steps(rank) for rank in self.members]
         known = [count for count in counts if count is not None]

@@ -25,7 +25,7 @@ _MIN_REACH = 4  # calls before the anchor that identify a program
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first call in which one rank differs from the other ranks.
+    """The first call at which one rank differs from the other ranks.
 
     Attributes:
         rank: the rank that differs.

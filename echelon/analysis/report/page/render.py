@@ -67,7 +67,7 @@ def render_html(picture: Picture, report: Report) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON that cannot close the script element in which it is embedded."""
+    """Encode a value as JSON that cannot close the script element in which it is embedded."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,4 @@
-"""Detect ranks that made different calls for the same sequence number of a group.
+"""Detect ranks that made different calls under the same sequence number in a group.
 
 The members of the group vote on each call. The earliest sequence number at which the calls differ
 is taken as the root cause, and the minority is reported. In a tie, the members of all tied sides
@@ -29,7 +29,7 @@ _NAMED = re.compile(r"\brank (\d{1,7}) (?:passed|called)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first sequence number at which the members of a group made different calls.
+    """The first sequence number under which the members of a group made different calls.
 
     `sides` holds the member indices of each side, with the strongest side first.
     """
