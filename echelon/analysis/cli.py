@@ -1,6 +1,6 @@
 """`fr-analyze`: read a folder of black boxes and report what happened.
 
-The exit code is 0 if nothing is wrong, 1 if there is a finding, and 2 if the input cannot be read.
+The exit code is 0 if nothing is wrong, 1 if a fault is found, and 2 if the input cannot be read.
 """
 
 from __future__ import annotations

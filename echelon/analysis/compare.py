@@ -34,13 +34,13 @@ class MicroBatch:
 
     @property
     def gradients(self) -> dict[str, str]:
-        """The gradient fingerprints of all stages, keyed by name, in the model's order."""
+        """The gradient fingerprints of all stages, keyed by parameter name, in model order."""
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that recorded a gradient.
+        """Return the rank that recorded the fingerprint of a parameter's gradient.
 
-        If no rank recorded the gradient, return the rank that computed the loss.
+        If no rank recorded it, return the rank that computed the loss.
         """
         for stage, gradients in self.stages.items():
             if name in gradients:
@@ -69,7 +69,7 @@ class Parting:
     """The point at which two runs diverge.
 
     Attributes:
-        step: the first step with differing bits; None if the runs do not diverge.
+        step: the first step at which the runs diverge; None if they do not.
         text: a description for the user, in one to three lines.
     """
 

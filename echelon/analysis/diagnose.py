@@ -1,7 +1,7 @@
 """Turn a `Picture` into a report: run the rules, choose the root finding, and order the findings.
 
-The report lists the root finding (the verdict) first. Further roots follow, and then findings about
-other ranks that ended.
+The report lists the root finding (the verdict) first. Further roots follow, and then secondary
+findings about ranks that the roots do not name.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _survived_line(one: Survived) -> str:
 
 
 def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Extend the verdict's evidence with the ranks that the job lost earlier."""
+    """Extend the verdict's evidence with the ranks that the job lost before this incident."""
     lost = sorted(evidence.incident.lost_earlier)
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not lost:
@@ -169,7 +169,7 @@ def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:
     """Lower `certain` to `likely` if the snapshot is early and the finding singles out no rank.
 
-    An early snapshot is taken before the stall timeout.
+    An early snapshot is one taken before the stall timeout has expired.
     """
     differs = 0 < len(finding.culprit_ranks) < evidence.world_size
     if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
@@ -207,7 +207,10 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Ensure that the evidence names each culprit as `rank R`, unless there are too many."""
+    """Ensure that the evidence names each culprit as `rank R`.
+
+    A finding with too many culprits to list is returned unchanged.
+    """
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding
@@ -219,9 +222,10 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the roots, followed by secondary findings about other ranks.
+    """Return the roots, followed by secondary findings about ranks that the roots do not name.
 
-    These other ranks also ended, or hold up the same operation as the culprits of the first root.
+    A secondary finding is about ranks that ended, or about ranks that hold up the same operation as
+    the culprits of the first root.
     """
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)

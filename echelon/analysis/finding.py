@@ -152,7 +152,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The outcome of one analysis. The root finding is the first in `findings`.
+    """The outcome of one analysis. The root finding is the first finding not marked `info`.
 
     Example:
         >>> report = analyze(incident)

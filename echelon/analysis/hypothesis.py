@@ -2,14 +2,14 @@
 
 Each rule proposes what it detects. A proposal explains the disturbed ranks that directly or
 indirectly wait for its culprits, and can itself be explained by another proposal. The root is the
-unexplained proposal that explains the most ranks. If two proposals explain equally many ranks, the
-rule closer to the cause wins. For example, a slip explains a mismatch, and a mismatch explains
-endings. If the root leaves disturbed ranks unexplained, further roots are chosen for them.
+unexplained proposal that explains the most ranks. If two proposals explain the same number of
+ranks, the rule closer to the cause wins. For example, a slip explains a mismatch, and a mismatch
+explains endings. If the root leaves disturbed ranks unexplained, further roots are chosen for them.
 
 [Note: certainty of an observation, certainty of a choice] A rule can be certain of its observation
 while the choice of the root remains uncertain. For example, a rank was certainly killed, but
 another failure might have caused the kill. This module lowers the confidence if a rival proposal
-explains equally many ranks.
+explains the same number of ranks.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
     """Choose the root, and further roots for ranks that the first root does not explain.
 
-    The confidence in the root is lowered if rival hypotheses explain equally many ranks.
+    The confidence in the root is lowered if a rival hypothesis explains the same number of ranks.
     """
     if not hypotheses:
         return Choice(roots=(), rest=())
@@ -225,7 +225,10 @@ def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower the confidence if a plausible rival explains equally many ranks."""
+    """Lower the confidence because of a rival that explains as many ranks.
+
+    A rival that is merely `possible` has no effect.
+    """
     if rival.confidence is Confidence.POSSIBLE:
         return finding
     highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE

@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 class Watch:
-    """An observer of a folder that reports its state only when it changes."""
+    """An observer that reports the state of a folder only when that state changes."""
 
     def __init__(self, path: Path, show: Show, say: Say) -> None:
         self.exit_code = 0
@@ -63,7 +63,7 @@ def current(path: Path) -> Evidence:
 
     Raises:
         DumpFormatError: nothing at the path can be read.
-        ValueError: the path does not exist.
+        ValueError: the path does not exist or has no content in a known format.
     """
     place = find(path)
     rings = find_rings(path) if place is not None and place.incident.kind else None
@@ -91,7 +91,7 @@ def _recorded(facts: RankEvidence) -> int:
 
 
 def watch(path: Path, show: Show, say: Say, interval_s: float = INTERVAL_S) -> int:
-    """Read a path repeatedly until interrupted; return the last report's exit code."""
+    """Observe a path until interrupted, and return the exit code of the last report."""
     seen = Watch(path, show, say)
     try:
         while True:

@@ -2,7 +2,7 @@
 
 The innermost function is certain. Its callers, marked with `?`, come from a scan of the stack's
 memory, so they can be left over from earlier calls (see `host/native_stacks.py`). Therefore only
-the frames next to the innermost function are used.
+the few frames nearest the innermost function are used.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each row is a pair `(path, function)` of patterns. An empty function pattern matches any function.
 Paths are written with `/`. The rows are based on recorded stacks of real programs (see
-`tests/data/stacks`) and on the folder layout of libraries.
+`tests/data/stacks`) and on the folder layouts of known libraries.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class WorkerState:
 
     @property
     def trouble(self) -> int:
-        """The severity of the process's state, from 0 if idle to 5 if dead."""
+        """The severity of the process's state, from 0 (idle) to 5 (dead)."""
         if self.child.state in ("Z", "X"):
             return 5
         if self.child.state in ("T", "t", "D"):

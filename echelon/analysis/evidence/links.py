@@ -48,7 +48,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the broken links in descending order of waiting bytes."""
+    """Return the broken links in descending order of the number of waiting bytes."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()
@@ -65,10 +65,10 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 
 
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
-    """Return the affected ranks on the host that has broken links to the most hosts.
+    """Find the host that has broken links to the most hosts, and return its ranks with such links.
 
     If several hosts tie, return the rank that has broken links to the most ranks, or () if several
-    ranks tie.
+    ranks tie as well.
     """
     links = tuple(links)
     host = _most_frequent({frozenset((one.sender_host, one.receiver_host)) for one in links})

@@ -131,7 +131,10 @@ class Evidence:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that left no readable record, except ranks that the job had lost earlier."""
+        """The ranks that left no readable record.
+
+        Ranks that the job lost before this incident are not included.
+        """
         known = self.ranks.keys() | self.incident.lost_earlier.keys()
         return tuple(rank for rank in range(self.world_size) if rank not in known)
 

@@ -52,7 +52,7 @@ class Picture:
 
     @property
     def whole(self) -> Evidence:
-        """The whole evidence, including the calls of errors that the job survived."""
+        """The whole evidence, including the calls that failed with errors that the job survived."""
         return self.recorded or self.evidence
 
     @cached_property
@@ -63,7 +63,7 @@ class Picture:
 
     @cached_property
     def exchanges(self) -> Exchanges:
-        """The sends and receives, matched by the numbers in echelon's own records."""
+        """The sends and receives, matched by the message numbers in echelon's own records."""
         return self.own_exchanges or Exchanges(self.evidence)
 
     @cached_property
@@ -119,7 +119,7 @@ class Picture:
 
     @cached_property
     def heads(self) -> dict[int, tuple[int, int]]:
-        """Each rank's first pending row, as (group, sequence). The row blocks the rank's stream."""
+        """Each rank's first pending operation, which blocks its stream, as (group, sequence)."""
         found: dict[int, tuple[int, int]] = {}
         for rank, facts in self.evidence.ranks.items():
             pending = np.flatnonzero(np.isin(facts.rows["state"], (State.CREATED, State.STARTED)))
@@ -167,11 +167,11 @@ class Picture:
 
     @property
     def in_trouble(self) -> bool:
-        """True if any rank is disturbed, or if the snapshot was taken for a stall or a failure."""
+        """True if any rank is disturbed, or if a stall or a failure triggered the snapshot."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
-        """Return the other ranks that are disturbed or that wait for `culprits`."""
+        """Return the ranks other than `culprits` that are disturbed or wait for `culprits`."""
         culprits = set(culprits)
         reached = set(self.graph.fallout(culprits)) | self.disturbed
         return tuple(sorted(reached - culprits))
@@ -224,7 +224,7 @@ def failed_last(facts: RankEvidence) -> Any | None:
 
 
 def last_row(facts: RankEvidence) -> Any | None:
-    """Return the row of the operation that a rank began last, or None if it has no rows."""
+    """Return the row of a rank's most recent operation, or None if the rank has no rows."""
     return facts.rows[-1] if len(facts.rows) else None
 
 

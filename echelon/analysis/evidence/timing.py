@@ -34,7 +34,7 @@ class Arrivals:
     Attributes:
         members: the global ranks of the members: [num_members].
         columns: the columns of the collectives in the lanes: [num_collectives].
-        lag_ns: each member's delay relative to the first member: [num_members, num_collectives].
+        lag_ns: each member's delay relative to the first to arrive: [num_members, num_collectives].
         own_ns: the time that the last member to arrive spent in the collective: [num_collectives].
         created_ns: the time at which the first member arrived: [num_collectives].
     """
@@ -48,7 +48,7 @@ class Arrivals:
 
     @property
     def span_s(self) -> float:
-        """The time between the first and the last arrival, in seconds."""
+        """The time from the first to the last arrival over all collectives, in seconds."""
         if len(self.created_ns) < 2:
             return 0.0
         return float(self.created_ns[-1] + self.lag_ns[:, -1].max() - self.created_ns[0]) / 1e9
@@ -60,7 +60,7 @@ class Arrivals:
 
     @property
     def cost_ns(self) -> npt.NDArray[np.int64]:
-        """The delay of the last member relative to the second-to-last member: [num_collectives]."""
+        """How much later the last member arrived than the second-to-last one: [num_collectives]."""
         if self.lag_ns.shape[0] < 2:
             return np.zeros(self.lag_ns.shape[1], np.int64)
         upper = np.partition(self.lag_ns, -2, axis=0)

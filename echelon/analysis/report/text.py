@@ -139,7 +139,7 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 
 
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
-    """Describe where the ranks are, with one line per position and the culprits first.
+    """Describe where in the program the ranks are: one line per position, culprits first.
 
     Frames common to several ranks are on one line. Where the stacks diverge, each continuation is
     on its own line, indented below.

@@ -31,7 +31,7 @@ _MAX_INCIDENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The chosen input: echelon's files for each rank, the incident, and a description.
+    """The chosen input: echelon's files for each rank, the incident, and the input's description.
 
     `torch` lists the dumps of torch's own recorder in the same folder.
     """
@@ -208,7 +208,7 @@ def _ended(value: Any) -> tuple[int, ...]:
 
 
 def _epochs(value: Any) -> dict[int, int]:
-    """Parse `[[rank, epoch], ...]` into a dict of nonzero epochs, ignoring malformed entries."""
+    """Parse `[[rank, number], ...]` like `_by_rank`, but also ignore entries whose number is 0."""
     return {rank: epoch for rank, epoch in _by_rank(value).items() if epoch}
 
 
@@ -224,7 +224,7 @@ def _by_rank(value: Any) -> dict[int, int]:
 
 
 def _reasons(value: Any) -> dict[int, str]:
-    """Return the reason given for each rank, ignoring malformed entries."""
+    """Return the reason why each absent rank has no dump, ignoring malformed entries."""
     pairs = value.items() if isinstance(value, dict) else ()
     return {int(rank): _text(why) for rank, why in pairs if _RANK.match(rank) and _text(why)}
 

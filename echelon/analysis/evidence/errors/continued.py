@@ -46,10 +46,11 @@ class Continuation:
     _kinds: dict[frozenset[str], npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     def num_steps(self) -> int | None:
-        """Count each member's later steps with completed collectives; return the smallest count.
+        """Count, for each member, the steps after the error in which it completed a collective.
 
         Returns:
-            None if a member did not continue; 0 if all members continued but the steps are unknown.
+            The smallest count; None if a member did not continue; 0 if all members continued but
+            the steps are unknown.
         """
         counts = [self._num_steps(rank) for rank in self.members]
         known = [count for count in counts if count is not None]
@@ -87,7 +88,7 @@ class Continuation:
 
     @cached_property
     def _since_error(self) -> Mapping[int, Rows]:
-        """The collectives after the error, for each rank that had the error."""
+        """The collectives completed after the error, for each rank that had the error."""
         found = {}
         for rank, index in self.failed.items():
             rows = self.evidence.ranks[rank].rows[index + 1 :]
@@ -116,7 +117,7 @@ class Continuation:
         return {int(self.evidence.ranks[r].rows[i]["step"]) for r, i in self.failed.items()}
 
     def _loops(self, rank: int, later: npt.NDArray[np.int64]) -> bool:
-        """Return whether a rank's call sites show that its loop continued."""
+        """Return whether a rank's call sites show that it continued its training loop."""
         recent = self._recent(rank)
         if recent:
             return int(np.isin(later, recent).sum()) >= _MIN_CALLS

@@ -77,7 +77,10 @@ class Survived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Break:
-    """The failed rows of an error: for each rank, ascending row indices [num_rows]."""
+    """The rows that failed because of one error.
+
+    `failed` maps each rank to the ascending indices of its failed rows: [num_rows].
+    """
 
     group: int
     failed: Mapping[int, npt.NDArray[np.int64]]
@@ -133,7 +136,7 @@ def _kind_of(error: str) -> str:
 
 
 def _breaks(evidence: Evidence) -> Iterator[_Break]:
-    """Yield one error per group or, if the group was used after the error, one per operation."""
+    """Yield one error per group, or one per failed operation if the group was used afterward."""
     by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
     for rank, facts in evidence.ranks.items():
         failed = facts.rows["state"] == State.FAILED

@@ -18,7 +18,7 @@ Side = tuple[int, int, int, bool]  # rank, group, peer, whether it sends
 
 
 class Exchanges:
-    """The sends and receives of all ranks, indexed by pair."""
+    """The sends and receives of all ranks, indexed by pair of ranks."""
 
     def __init__(self, evidence: Evidence) -> None:
         calls = evidence.tables.calls
@@ -75,7 +75,7 @@ class Exchanges:
         return list(first.values())
 
     def is_send(self, row: Any) -> bool:
-        """Return whether a row is a send."""
+        """Return whether a row records a send."""
         return bool(self._sends[int(row["call"])])
 
     def is_answered(self, rank: int, row: Any) -> bool:
@@ -89,7 +89,7 @@ class Exchanges:
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks that have posted more sends to this rank than it has posted receives."""
+        """Return the ranks that have sent `rank` more messages than it has posted receives for."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

@@ -45,7 +45,10 @@ class Lanes:
     rows: npt.NDArray[np.int32]
 
     def column(self, field: str, absent: int = ABSENT) -> npt.NDArray[Any]:
-        """Return one field of each row, or `absent` for empty cells: [num_members, num_columns]."""
+        """Return one field of each cell's row: [num_members, num_columns].
+
+        Cells without a row have the value `absent`.
+        """
         dtype = np.int64 if field.endswith("_ns") or field == "num_bytes" else np.int32
         out = np.full(self.rows.shape, absent, dtype)
         for index, rank in enumerate(self.members.tolist()):
@@ -57,26 +60,26 @@ class Lanes:
 
     @cached_property
     def state(self) -> npt.NDArray[np.int32]:
-        """The `State` of each row, or ABSENT for empty cells: [num_members, num_columns]."""
+        """The `State` of each cell's row, or ABSENT if it has none: [num_members, num_columns]."""
         return self.column("state")
 
     @cached_property
     def comparable(self) -> npt.NDArray[np.int32]:
-        """The comparable call of each row, or ABSENT where empty: [num_members, num_columns]."""
+        """Each cell's comparable call, or ABSENT if it has none: [num_members, num_columns]."""
         lookup = np.array([*self.evidence.tables.comparable, ABSENT], np.int32)
         votes: npt.NDArray[np.int32] = lookup[self.column("call")]
         return votes
 
     @cached_property
     def first(self) -> npt.NDArray[np.int64]:
-        """Each member's first column, or num_columns if the member has none: [num_members]."""
+        """The index of each member's first column, or num_columns if none: [num_members]."""
         present = self.rows >= 0
         none = self.rows.shape[1]
         return np.asarray(np.where(present.any(axis=1), present.argmax(axis=1), none), np.int64)
 
     @cached_property
     def last(self) -> npt.NDArray[np.int64]:
-        """The index of each member's last column, or -1 if empty: [num_members]."""
+        """The index of each member's last column, or -1 if none: [num_members]."""
         present = self.rows[:, ::-1] >= 0
         place = self.rows.shape[1] - 1 - present.argmax(axis=1)
         return np.asarray(np.where(present.any(axis=1), place, -1), np.int64)
@@ -95,9 +98,9 @@ class Lanes:
 
     @cached_property
     def proven(self) -> npt.NDArray[np.bool_]:
-        """True for each column that all members must have entered: [num_columns].
+        """True for each collective that all members must have entered: [num_columns].
 
-        A member's completed call proves this, unless the operation has a root rank.
+        The completed call of any member proves this, unless the operation has a root rank.
         """
         calls = self.evidence.tables.calls
         is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)

@@ -191,7 +191,7 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
 
 
 def _age_s(evidence: Evidence, rank: int, row: Any) -> float:
-    """Return the age of a rank's operation, in seconds, when the rank was last observed."""
+    """Return how old a rank's operation was, in seconds, when the rank was last observed."""
     return max(0, evidence.ranks[rank].seen_ns - int(row["created_ns"])) / 1e9
 
 

@@ -69,7 +69,7 @@ class Thread:
 
 
 def file_name(path: str) -> str:
-    """Return the last component of a path, which can contain slashes or backslashes."""
+    """Return the last component of a path whose separators are slashes or backslashes."""
     return re.split(r"[/\\]", path)[-1] or path
 
 

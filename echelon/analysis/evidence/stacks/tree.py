@@ -59,7 +59,7 @@ def _branch(way: _Stacks, depth: int) -> Branch:
 
 @lru_cache(maxsize=4096)
 def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return a stack's user frames, outermost first, then the library function called from them.
+    """Return a stack's user frames, outermost first, and the library function that they call.
 
     Args:
         frames: the frames of the stack, innermost first.

@@ -1,4 +1,4 @@
-"""Measure how far back a rank's latest calls repeat its earlier calls.
+"""Measure how many of a rank's latest calls repeat a sequence of its earlier calls.
 
 A training loop repeats the same calls in every step. If a rank is merely waiting, many of its
 latest calls therefore repeat earlier calls. If a rank left out a call, made an extra call or
@@ -85,8 +85,8 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
     """Find a missing or an extra call among a rank's latest calls.
 
     Returns:
-        "left out" and the earlier row of the missing call, or "extra" and the row of the
-        superfluous call; None if undecided.
+        "left out" and the row at which the missing call was last made, or "extra" and the row of
+        the superfluous call; None if undecided.
     """
     rows = streams.evidence.ranks[rank].rows
     known = _up_to_head(streams, rank)

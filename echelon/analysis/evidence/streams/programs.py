@@ -25,7 +25,7 @@ _MIN_REACH = 4  # calls before the anchor that identify a program
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first call in which one rank differs from the other ranks.
+    """The first call at which one rank differs from the other ranks.
 
     Attributes:
         rank: the rank that differs.
@@ -193,9 +193,9 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether a call is new although the calls that precede it are familiar.
+    """Return whether a call has never before followed the calls that precede it.
 
-    If the preceding calls are new too, the call does not count as novel.
+    If the preceding calls have not occurred earlier either, the result is False.
     """
     keys = line.tolist()
     for length in (8, 4, 2, 1):

@@ -32,7 +32,7 @@ Way = tuple[int, int, int]  # a direction of a pair: group, sender, receiver
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A rank's first pending operation: a collective, or the messages of one launch."""
+    """A rank's first pending operation: a collective, or messages that were launched together."""
 
     rank: int
     group: int
@@ -48,7 +48,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A pending send or receive, and its position among the pending messages in its direction."""
+    """A pending send or receive, and its position among those from its sender to its receiver."""
 
     rank: int
     row: int
@@ -117,7 +117,7 @@ class Streams:
         return {(one.rank, one.row): one for line in self.messages.values() for one in line}
 
     def are_sends(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return, for each row, whether it is a send: [num_rows]."""
+        """Return, for each row, whether it records a send: [num_rows]."""
         found: npt.NDArray[np.bool_] = self._sends[rows["call"]]
         return found
 
@@ -186,7 +186,7 @@ class Streams:
         return known
 
     def _line(self, rank: int, way: Way, is_send: bool) -> list[int]:
-        """Return the rows of all sends or receives in one direction, oldest first."""
+        """Return the rows of a rank's sends to, or receives from, one peer, oldest first."""
         known = self._lines.get((rank, way, is_send))
         if known is None:
             rows = self.evidence.ranks[rank].rows
@@ -218,7 +218,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Return whether a collective's entry might have been overwritten before completion."""
+        """Return whether a collective's entry might have been overwritten before it completed."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False

@@ -57,7 +57,7 @@ def silent_ranks(streams: Streams) -> list[int]:
 
 
 def _message_waits(streams: Streams, head: Head) -> Iterator[Wait]:
-    """Yield one wait for each message in a launch."""
+    """Yield one wait for each message at the head of a rank's queue."""
     evidence = streams.evidence
     rows = evidence.ranks[head.rank].rows
     for index in head.rows:

@@ -12,7 +12,7 @@ MAX_NODES = 40
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The ranks that wait in the same operations and hold up the same operations."""
+    """A set of ranks that wait in the same operations and hold up the same operations."""
 
     ranks: tuple[int, ...]
     layer: int  # 0: waits for no rank
@@ -95,7 +95,7 @@ def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[
 def _nearest(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
     """Return each node's shortest distance from the roots.
 
-    Unreachable nodes get the largest distance.
+    An unreachable node gets a greater distance than any reachable node.
     """
     layers = dict.fromkeys(roots, 0)
     edge = list(roots)

@@ -1,9 +1,9 @@
 """Render the report as one self-contained HTML file, with a light and a dark theme.
 
 The page shows the verdict, the timeline, the wait-for graph, the stacks and a breakdown of the
-time. It is assembled from `page.html`, `style.css` and `script.js` in this folder. All recorded
-data is untrusted and therefore escaped. A content security policy prevents the page from loading or
-sending data.
+job's time. It is assembled from `page.html`, `style.css` and `script.js` in this folder. All
+recorded data is untrusted and therefore escaped. A content security policy prevents the page from
+loading or sending data.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def render_html(picture: Picture, report: Report) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON that cannot close the script element in which it is embedded."""
+    """Encode a value as JSON that cannot close the script element in which it is embedded."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -18,7 +18,7 @@ def part(name: str) -> str:
 
 
 def fill(parts: Mapping[str, str]) -> str:
-    """Replace the `{{name}}` placeholders of `page.html`.
+    """Replace the `{{name}}` placeholders in `page.html`.
 
     Raises:
         KeyError: the page has a placeholder that is not in `parts`.

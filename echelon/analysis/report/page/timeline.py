@@ -1,7 +1,7 @@
 """Build the timeline: the last operations and spans of every rank, encoded as integers.
 
 Times are in microseconds since a common start. The total number of boxes (drawn operations and
-spans) is limited, so each rank shows fewer operations in a larger world.
+spans) is limited, so the larger the world, the fewer operations are shown per rank.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MOST = 2000
 
 
 def timeline(picture: Picture) -> dict[str, Any]:
-    """Return the data for the page: the kinds of boxes, and a flat list of numbers per rank.
+    """Return the data for the page: the kinds of boxes, and flat lists of numbers for each rank.
 
-    An operation is encoded as start, length (-1 if it is still running), kind, sequence and state.
-    A span is encoded as start, length and name.
+    An operation is encoded as start, length, kind, sequence and state. A span is encoded as start,
+    length and name. The length is -1 if the operation or span has not ended.
     """
     ranks = list(picture.whole.ranks.values())
     share = max(_FEWEST, min(_MOST, MAX_BOXES // max(1, len(ranks))))
@@ -118,7 +118,7 @@ def _spans(
 
 
 def _begin(kept: list[npt.NDArray[Any]]) -> int:
-    """Return the start of the timeline: the median start of the ranks' first shown operations."""
+    """Return the start of the timeline: the median start time of the first operations shown."""
     firsts = [int(rows["created_ns"][0]) for rows in kept if len(rows)]
     return int(np.median(firsts)) if firsts else 0
 

@@ -1,4 +1,4 @@
-"""Detect ranks that made different calls for the same sequence number of a group.
+"""Detect ranks that made different calls under the same sequence number in a group.
 
 The members of the group vote on each call. The earliest sequence number at which the calls differ
 is taken as the root cause, and the minority is reported. In a tie, the members of all tied sides
@@ -29,7 +29,7 @@ _NAMED = re.compile(r"\brank (\d{1,7}) (?:passed|called)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first sequence number at which the members of a group made different calls.
+    """The first sequence number under which the members of a group made different calls.
 
     `sides` holds the member indices of each side, with the strongest side first.
     """
@@ -55,7 +55,7 @@ class Divergence:
 
     @property
     def began_ns(self) -> int:
-        """The time at which the first member made the differing call."""
+        """The time of the earliest call with this sequence number in the group."""
         return min(int(self.row(member)["created_ns"]) for side in self.sides for member in side)
 
     def row(self, member: int) -> Any:
@@ -69,7 +69,7 @@ class Divergence:
         return self.lanes.evidence.call(self.row(side[0]))
 
     def site(self, side: Sequence[int]) -> str:
-        """Return the call site of a side, or "" if unknown."""
+        """Return the call site at which a side made its call, or "" if unknown."""
         return self.lanes.evidence.site(self.row(side[0]))
 
 
@@ -125,7 +125,7 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Return whichever of two sides made a call that is new at its call site; () if undecided."""
+    """Return the one side of two whose call is new at its call site, or () if undecided."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 
@@ -166,7 +166,7 @@ def earliest(picture: Picture) -> Divergence | None:
 
 
 def find_mismatch(picture: Picture) -> list[Finding]:
-    """Report the earliest divergence between the calls of the ranks."""
+    """Report the earliest divergence between the ranks' calls."""
     found = earliest(picture)
     return [] if found is None else [describe(picture, found)]
 

@@ -110,7 +110,7 @@ def _by_step(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
-    """Return whether the step numbers of two ranks differ in every earlier column."""
+    """Return whether the step numbers of two ranks differ in every column before `column`."""
     steps = lanes.column("step")
     a, b = steps[odd, :column], steps[usual, :column]
     both = (a >= 0) & (b >= 0)
@@ -118,7 +118,7 @@ def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
 
 
 def _by_period(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Detect that a rank skipped ahead in a repeating sequence of calls, or repeated a call."""
+    """Return a sign of a slip if a rank skipped ahead in a repeated sequence or repeated a call."""
     keys = _keys(lanes, usual)
     odd_key, usual_key = _keys(lanes, odd)[column], keys[column]
     if not _has_site(lanes, odd, column):
@@ -146,14 +146,14 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Detect that only the differing side has exhausted its data loader."""
+    """Return a sign of a slip if only the differing side has exhausted its data loader."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False
 
 
 def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether a member had exhausted its data loader before it made a call."""
+    """Return whether a member had exhausted its data loader before its call in `column`."""
     row = lanes.row(member, column)
     if row is None:
         return False
@@ -166,7 +166,7 @@ def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Detect that one side has left the loop and called a barrier."""
+    """Return a sign of a slip if one side has left the loop and called a barrier."""
     odd_row, usual_row = lanes.row(odd, column), lanes.row(usual, column)
     if odd_row is None or usual_row is None or odd_row["site"] == usual_row["site"]:
         return None
@@ -251,7 +251,7 @@ def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
 
 
 def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether the previous or the current step has an unusual number of calls."""
+    """Return whether a member's previous or current step has an unusual number of calls."""
     steps = lanes.column("step")[member, : column + 1]
     steps = steps[steps >= 0]
     if not len(steps):

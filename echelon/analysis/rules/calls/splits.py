@@ -33,7 +33,7 @@ def find_split_mismatch(picture: Picture) -> list[Finding]:
 
 
 def _open_columns(lanes: Lanes) -> list[int]:
-    """Return the all_to_all columns that all members have entered but that are not yet complete."""
+    """Return the columns of incomplete all_to_all calls that all members have entered."""
     if lanes.strangers or len(lanes.members) > _MAX_MEMBERS:
         return []
     entered = np.asarray((lanes.rows >= 0).all(axis=0))

@@ -108,7 +108,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
 
 
 def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
-    """Return whether a rank was killed at about the time another rank ran out of memory."""
+    """Return whether a rank might have been killed because another rank ran out of memory."""
     if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
         return False
     apart_ns = abs(memory.moment_ns - first.moment_ns)
@@ -121,7 +121,7 @@ def _exit_order(facts: RankEvidence) -> int:
 
 
 def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
-    """Lower the confidence in the root, because another rank might have ended before it."""
+    """Lower the confidence in the root, because another rank might have ended first."""
     others = rank_list([ending.rank for ending in ordered[1:]])
     return root.changed(
         confidence=Confidence.POSSIBLE,
@@ -213,7 +213,7 @@ def _lived_on(facts: RankEvidence) -> bool:
 
 
 def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
-    """Return the age of a rank's oldest pending operation, in seconds."""
+    """Return the age of a rank's oldest pending operation at `until_ns`, in seconds."""
     pending = np.isin(facts.rows["state"], (State.CREATED, State.STARTED))
     if not pending.any():
         return 0.0
@@ -269,7 +269,7 @@ def _within_loader(raised: Raised) -> Raised:
 
 
 def _loader_death(raised: Raised) -> str:
-    """Describe the death of a data-loader worker that an error reports, or return ""."""
+    """Describe how a data-loader worker died if an error reports its death, else return ""."""
     dead = _LOADER_DEATH.search(raised.message)
     if dead is None:
         return ""
@@ -412,7 +412,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
 
 
 def _reports_of(picture: Picture, rank: int) -> list[str]:
-    """Quote another rank's first error line about a lost peer or a timeout, if there is one."""
+    """Quote the first line of another rank's lost-peer or timeout error, if there is one."""
     for other, facts in picture.evidence.ranks.items():
         row = last_row(facts)
         text = picture.evidence.error(row) if row is not None else ""

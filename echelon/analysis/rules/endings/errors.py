@@ -129,13 +129,13 @@ def _is_torchs_own(name: str, words: str) -> bool:
 
 
 def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
-    """Return the sequence number and type of the operation that torch's watchdog timed out."""
+    """Return the number and type of the operation in which torch's watchdog timed out, or None."""
     found = _WATCHDOG.findall(stderr)
     return (int(found[0][0]), found[0][1].lower()) if found else None
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how many seconds a rank had waited when Gloo timed out; 0 without a timeout."""
+    """Return how many seconds a rank had waited when Gloo timed out, or 0 if it did not."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 
@@ -152,7 +152,7 @@ def cpp_abort(stderr: str) -> str:
 
 
 def is_gloos_exit(stderr: str) -> bool:
-    """Return whether Gloo's threads might have aborted a process during the process's exit."""
+    """Return whether Gloo's threads might have aborted a process while it was exiting."""
     line = cpp_abort(stderr)
     return line == _JOINABLE or ("gloo::" in line and was_cut_by_gloo(stderr))
 

@@ -62,7 +62,7 @@ def find_unknown(picture: Picture) -> list[Finding]:
 
 
 def _absent(picture: Picture) -> list[str]:
-    """Describe which ranks did not send a black box, in one line per reason."""
+    """Describe which ranks did not send a black box, with one line per reason."""
     by_reason: dict[str, list[int]] = {}
     for rank, why in sorted(picture.evidence.incident.absent.items()):
         by_reason.setdefault(why, []).append(rank)

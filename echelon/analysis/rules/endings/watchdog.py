@@ -2,7 +2,7 @@
 
 Before torch's watchdog ends a process, it logs the operation that timed out. A rank whose watchdog
 logged nothing did not join the operation. If Gloo times out on one rank, the other waiting ranks
-fail immediately afterwards.
+fail immediately afterward.
 """
 
 from __future__ import annotations

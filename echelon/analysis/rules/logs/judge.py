@@ -153,7 +153,7 @@ def _by_traceback(rank: int, text: str) -> Trouble | None:
 
 
 def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
-    """Return whether a rank exited with an error code but did not log a consequence."""
+    """Return whether a rank exited with an error but logged no consequence of another fault."""
     code = facts.host.exit_code
     if not code or code in (-15, 143, -2, 130):
         return False
@@ -303,7 +303,7 @@ def _silent(picture: Picture, spoke: tuple[int, ...], message: Message) -> _Susp
 
 
 def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
-    """Return the ranks that torch's monitored barrier names."""
+    """Return the ranks that torch's monitored barrier names as missing."""
     for one in said:
         match = _BARRIER.search(one.line)
         if match is not None:
@@ -314,7 +314,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Suspect ranks whose watchdogs timed out in a different operation from most watchdogs."""
+    """Suspect ranks whose watchdogs timed out in an operation other than the most common one."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()

@@ -1,7 +1,7 @@
 """Compare message counts between ranks that run the same program.
 
-If a ring has wrapped around, the ring might no longer show that a message was left out, but it
-still shows the number of operations. Ranks of one pipeline stage have launched the same number of
+A ring that has wrapped around might no longer show that a rank left out a message, but it still
+shows the number of operations. Ranks of one pipeline stage have launched the same number of
 operations when they reach a common collective.
 """
 
@@ -49,9 +49,9 @@ def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
 
 
 def _stages(streams: Streams) -> Iterator[list[int]]:
-    """Yield the members of each group whose members exchange messages only with nonmembers.
+    """Yield the members of each group that has no messages between its own members.
 
-    Members that exchange no messages are omitted.
+    Members that exchange no messages at all are omitted.
     """
     talks: dict[int, set[int]] = {}
     for rank, facts in streams.evidence.ranks.items():

@@ -63,7 +63,7 @@ class _Pending:
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
-        """Return the unmatched operations of other ranks that could have matched `one`."""
+        """Return other ranks' unmatched operations that could be the counterpart of `one`."""
         return self._lonely_for.get((one.rank, not one.is_send), [])
 
 

@@ -131,7 +131,7 @@ def _describe_unequal(picture: Picture, one: _Side, other: _Side, odd: _Side | N
 
 
 def _lonely(streams: Streams) -> Iterator[Message]:
-    """Yield the first pending message without a counterpart in each direction."""
+    """Yield, for each entry of `Streams.messages`, the first message without a counterpart."""
     for line in streams.messages.values():
         for message in line:
             if streams.counterpart(message) is None:
@@ -160,7 +160,7 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Return whether a message's call site has so far exchanged messages only with other peers."""
+    """Return whether all earlier messages from a message's call site had other peers."""
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)

@@ -49,7 +49,7 @@ def is_in_collective(facts: RankEvidence) -> bool:
 
 
 def is_seen_outside(facts: RankEvidence) -> bool:
-    """Return whether a rank has visible Gloo threads, all of which are outside any collective."""
+    """Return whether a rank's Gloo threads were found and the rank is outside any collective."""
     return any(thread.is_gloos for thread in facts.host.threads) and not is_in_collective(facts)
 
 
@@ -100,8 +100,8 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 def sleepers(picture: Picture) -> tuple[int, ...]:
     """Return the minority of ranks that sleep while the main threads of all other ranks wait.
 
-    The result is () if any rank has a record. It is meaningful for sends and receives, in which the
-    main thread itself waits.
+    The result is () if any rank has a record. Only waits in sends and receives are detected this
+    way, because in them the main thread itself waits.
     """
     return picture.remembered("sleepers", _sleepers)
 

@@ -35,7 +35,7 @@ _OTHERS_BUILD = (
 
 
 def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is running torch's compiler, from its stack alone."""
+    """Detect, from its stack alone, a rank that is running torch's compiler."""
     activity = activity_of(facts)
     if activity.doing is not Doing.COMPILING:
         return None
@@ -56,7 +56,7 @@ def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_span(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is inside a span whose name reveals the cause."""
+    """Detect a rank that is inside a span whose name reveals what delays the rank."""
     span = innermost_span(facts)
     if span is not None and span.name in _SPAN_CAUSES:
         return _span_reading(facts, span)
@@ -93,7 +93,7 @@ def _span_reading(facts: RankEvidence, span: Span) -> Reading:
 
 
 def _span_line(span: Span, frame: Frame | None) -> str:
-    """Return where a span was opened, or the current user line if a library opened the span."""
+    """Return where a span was opened, or the current line of user code if a library opened it."""
     opened = site_frame(span.site)
     if frame is not None and frame.is_users and opened is not None and not opened.is_users:
         return str(frame)

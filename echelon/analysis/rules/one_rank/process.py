@@ -1,4 +1,4 @@
-"""Detect a process that is stopped, throttled, blocked by a lock, or asleep in the kernel."""
+"""Detect a process that is stopped, throttled, unable to run Python, or asleep in the kernel."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 def innermost_span(facts: RankEvidence) -> Span | None:
     """Return the innermost open span of the thread that calls the rank's collectives.
 
-    If that thread has no open span, the thread that most recently opened a span is used.
+    If that thread has no open span, the thread that most recently opened one is used instead.
     """
     if not facts.open_spans:
         return None
@@ -60,7 +60,7 @@ def users_line(facts: RankEvidence) -> Frame | None:
 
 
 def process_lines(facts: RankEvidence) -> list[str]:
-    """Describe the state of the process as observed on its host."""
+    """Describe the state of a rank's process as observed on its host."""
     host = facts.host
     lines = []
     if host.process_state:
@@ -121,7 +121,7 @@ def is_busy(facts: RankEvidence) -> bool:
 
 
 def machine_lines(facts: RankEvidence) -> list[str]:
-    """Describe what slows the process down: its cgroup's limits or a lack of resources."""
+    """Describe what slows a rank's process down: its cgroup's limits or a lack of resources."""
     host = facts.host
     lines = []
     if host.throttled_share is not None and host.throttled_share > 0.1:

@@ -1,8 +1,8 @@
 """Detect a process that gets no CPU time.
 
-The recorder has two heartbeats: a Python thread, which needs the interpreter lock, and a native
-thread, which needs only a CPU. If only the Python heartbeat is old, some code holds the lock.
-If both heartbeats are old, the process has not been running at all.
+The recorder renews two heartbeats: one in a Python thread, which needs the interpreter lock, and
+one in a native thread, which needs only a CPU. If only the Python heartbeat is old, some code holds
+the lock. If both heartbeats are old, the process has not been running at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IDLE_SHARE = 0.1  # of a core: a runnable process that gets less waits for a co
 
 
 def read_starvation(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a process that has had no CPU time for seconds although it is not stopped."""
+    """Detect a process that has had no CPU time for several seconds although it is not stopped."""
     host, rank = facts.host, facts.rank
     python_s, native_s = heartbeat_age_s(facts), native_heartbeat_age_s(facts)
     if not host.alive or host.frozen or host.process_state in ("T", "t", "D"):

@@ -71,7 +71,7 @@ def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
 
 
 def _places(picture: Picture) -> dict[Frame, tuple[int, ...]]:
-    """Group the ranks by the line of their collective; return {} if a rank is in no collective."""
+    """Group the ranks by the line at which they wait; return {} unless all are in a collective."""
     evidence = picture.evidence
     if evidence.incident.kind != "stall" or evidence.missing or picture.graph.waits:
         return {}

@@ -26,7 +26,7 @@ def find_unstarted(picture: Picture) -> list[Finding]:
 
 
 def _peers_started(streams: Streams, head: Head) -> bool:
-    """Return whether all other members are running their kernels for the same operation."""
+    """Return whether all other members have started their kernels for the same operation."""
     others = [rank for rank in _members(streams, head) if rank != head.rank]
     there = [streams.heads.get(rank) for rank in others]
     if head.is_message:

@@ -23,7 +23,7 @@ _ACTION = re.compile(r"\d{1,6}[FBIW]\d{1,6}")
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """A wait of one rank for another in a pipeline."""
+    """One rank's wait for another rank in a pipeline."""
 
     rank: int
     action: str  # its own action, which cannot continue
@@ -38,7 +38,7 @@ class _Wait:
 
 
 def find_pipeline(picture: Picture) -> list[Finding]:
-    """Report the ranks that pipelines are waiting for, longest wait first."""
+    """Report the ranks that hold up a pipeline, longest wait first."""
     waits = {
         rank: wait
         for rank, facts in picture.evidence.ranks.items()

@@ -131,11 +131,11 @@ def find_lost(picture: Picture) -> list[Finding]:
 
 
 def suspects(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks to examine: the sinks or, in a stall without waits, every running rank.
+    """Return the ranks to examine: the sinks or, in a stall without waits, running ranks.
 
     Sinks outside any operation are preferred, followed by ranks that are still inside an operation
-    although their peers completed it. Without waits, the ranks that timeout errors name as missing
-    are preferred.
+    although their peers completed it. Without waits, ranks that are named as missing in timeout
+    errors are preferred, followed by ranks for which other ranks appear to be waiting.
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
@@ -274,7 +274,7 @@ def describe_sinks(
 
 
 def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
-    """Describe how the other ranks of a finding compare with the first rank."""
+    """Describe how a finding's other ranks compare with the rank shown as the example."""
     apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
     same = [rank for rank in rest if rank not in apart]
     text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""

@@ -1,4 +1,4 @@
-"""Parse how ranks ended from the output of torchrun, srun and mpirun."""
+"""Determine, from the output of torchrun, srun and mpirun, how ranks ended."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def endings_in(text: str) -> tuple[list[Ending], int]:
 
 
 def _first(text: str) -> int:
-    """Return the rank that torchrun reports as the first failure, or -1 if missing or ambiguous."""
+    """Return the rank that torchrun reports as the first failure; -1 if none or several."""
     if text.count(_TORCHRUN_ROOT) != 1:
         return -1
     match = _TORCHRUN.search(text, text.index(_TORCHRUN_ROOT))

@@ -1,8 +1,8 @@
 """Read the logs of a job as evidence of what each rank logged and how it ended.
 
 The logs can have echelon's layout (`rank_3/attempt_0/stderr.log`) or torchrun's
-(`attempt_0/3/stderr.log`). Alternatively, there is one file per rank (`slurm-99-3.out`,
-`rank3.log`), or a single file with labeled lines. Only the newest attempt is read.
+(`attempt_0/3/stderr.log`). They can also be one file per rank (`slurm-99-3.out`, `rank3.log`),
+or a single file with labeled lines. Only the newest attempt is read.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def _is_text(head: bytes) -> bool:
 
 
 def by_rank(text: str, *, labeled: bool = False) -> dict[int, str]:
-    """Split a merged log by the rank named on each line. Lines without a rank have the key -1.
+    """Split a merged log into one text per rank, keyed by rank.
+
+    Lines that name no rank are collected under the key -1.
 
     Args:
         labeled: whether a line can start with a label such as `3: ` or `3| `.

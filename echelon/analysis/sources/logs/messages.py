@@ -1,4 +1,4 @@
-"""Recognize messages that libraries, drivers, kernels and schedulers log when a job fails.
+"""Recognize messages that libraries, drivers, the kernel and schedulers log when a job fails.
 
 Each entry gives a cause, a remedy, and whether the message reports a root cause or a consequence.
 The messages are those of PyTorch 2.0 to 2.13, NCCL 2.14 to 2.28, RCCL, oneCCL, Gloo, the NVIDIA

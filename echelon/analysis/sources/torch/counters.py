@@ -39,7 +39,7 @@ class Counters:
 def join_numbers(
     counters: Counters, described: Mapping[int, frozenset[str]], pairs: list[tuple[str, str]]
 ) -> dict[int, tuple[str, str]]:
-    """Map each local group number in a rank's status to the group's name and description."""
+    """Map the local group numbers in a rank's `pg_status` to group names and descriptions."""
     found = {tops.local_number: pairs[pair] for pair, tops in counters.tops.items()}
     left = [number for number in sorted(counters.status) if number not in found]
     names = [one for one in counters.names if one not in set(found.values())]

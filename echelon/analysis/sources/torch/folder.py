@@ -75,7 +75,7 @@ def _choose(path: Path) -> tuple[dict[int, Path], list[str]]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders in a fixed order, ignoring links."""
+    """Yield the files in a folder and its subfolders in a fixed order. Folder links are ignored."""
     if path.is_file():
         yield path
         return
@@ -174,7 +174,7 @@ class TorchLoader:
 
 
 def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
-    """Return the indices of the (name, description) pairs with unfinished operations."""
+    """Return the indices of the (name, description) pairs that have incomplete operations."""
     inside: list[int] = np.unique(rows["group"][rows["state"] != State.COMPLETED]).tolist()
     return inside
 
@@ -262,7 +262,7 @@ class TorchGroups:
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
-        """Count the collectives that each rank entered and, if known, completed in each group."""
+        """Count the collectives that each rank entered in each group and, if known, completed."""
         files = list(files)
         pairs = list(self._pairs)
         described = descriptions((read.counters for read in files), pairs)

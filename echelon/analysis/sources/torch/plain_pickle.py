@@ -38,7 +38,7 @@ _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 
 
 class _NothingUnpickler(pickle.Unpickler):
-    """An unpickler that refuses to load classes and functions."""
+    """An unpickler that refuses to load classes or functions."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"refusing to unpickle: the file references {module}.{name}")

@@ -378,7 +378,10 @@ class TorchRows:
 
 
 def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]:
-    """Return the highest counters of each (name, description) pair in torch's original rows."""
+    """Return the highest counters of each (name, description) pair.
+
+    Each row must still contain both of torch's counters.
+    """
     found: dict[int, Tops] = {}
     for pair, local in locals_.items():
         mine = rows["group"] == pair

@@ -3,7 +3,7 @@
 The fields `state` and `retired` of an entry depend on the recorder that wrote it:
 
 - NCCL's and XCCL's own recorders, and a hook on a backend that reports completions (`nccl2`), track
-  the state. `retired` means that the operation was observed to complete or timed out.
+  the state. `retired` means that the operation was observed to complete or to time out.
 - Gloo's own recorder, up to torch 2.13, always writes the state "scheduled". `retired` means that
   the operation ended.
 - torchcomms (`torch.comms`) always writes "scheduled". `retired` means that the operation
