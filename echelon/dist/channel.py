@@ -72,8 +72,9 @@ class Channel:
 
         The method blocks until the other end opens the channel or uses it in both directions, or
         until the timeout expires. A rank with several channels should open all of them with
-        `async_op` before it waits. For host arrays, the method returns immediately. If `open` is
-        not called, the first message in each direction connects that direction.
+        `async_op` before it waits for any of them. If `like` is a host array, the method returns
+        immediately. If `open` is not called, the first message in each direction connects that
+        direction.
 
         Args:
             like: an array on the device; it is neither read nor written.

@@ -352,7 +352,10 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot if possible, after moving a pending operation out of it."""
+        """Store an operation in a slot, first moving any pending operation out of the slot.
+
+        Return whether the operation was stored.
+        """
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -439,5 +442,5 @@ def has_atomic_steps() -> bool:
 def make_operations(
     ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns
 ) -> Operations:
-    """Return a writer of operations into `ring`. `now` is a clock that returns nanoseconds."""
+    """Return a writer that records operations in `ring`. `now` returns the time in nanoseconds."""
     return (Operations if has_atomic_steps() else LockedOperations)(ring, sites, now)
