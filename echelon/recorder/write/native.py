@@ -32,7 +32,7 @@ class NativeWriter(OperationWriter, SpanWriter, Protocol):
         """Count a pause of the garbage collector. The method is a callback for `gc.callbacks`."""
 
     def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
-        """Call `keep(began, ended, info)` after each garbage collection of at least `from_ns` ns."""
+        """Call `keep(began, ended, info)` after each collection that takes at least `from_ns`."""
 
     def start_heartbeat(self, period_ns: int, /) -> bool:
         """Start a native heartbeat thread; return whether it started."""

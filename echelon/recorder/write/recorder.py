@@ -321,7 +321,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return a step's live word: the clamped `number` plus one, or `before` if it is no number."""
+    """Return a step's live word: `number`, clamped, plus one; `before` if `number` is invalid."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):
