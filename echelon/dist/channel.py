@@ -1,7 +1,7 @@
 """Provide independent, ordered connections between two ranks.
 
 Each channel is identified by a negative tag, which user messages cannot have. The two ends agree on
-the tag through the store, so neither end waits for the other end.
+the tag through the store, so neither end has to wait for the other.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Channel:
     def send(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Send `x` to the other end, which must receive it with the same dtype and size.
 
-        The call can return before the other end has called `recv`. After the operation has ended,
-        the caller can modify `x`.
+        The call can return before the other end has called `recv`. The caller must not modify `x`
+        until the operation has ended.
 
         Args:
             x: an array of any shape.

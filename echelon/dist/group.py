@@ -255,8 +255,8 @@ class ProcessGroup(Collectives, PointToPoint):
         """End the group on this rank and release its resources. Calling this twice is safe.
 
         The method takes at most 1 s and does not contact other ranks. Operations on other ranks
-        that still need this rank raise PeerLostError. A signal handler can close the group during
-        one of the group's calls. In that case, the call raises CollectiveError.
+        that still need this rank raise PeerLostError. If a signal handler closes the group during
+        one of the group's calls, the interrupted call raises CollectiveError.
         """
         self._state.close()
 

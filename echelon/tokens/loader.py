@@ -242,7 +242,7 @@ class TokenLoader:
         )
 
     def close(self) -> None:
-        """Stop reading, and wait for the reads in progress. Can be called more than once."""
+        """Stop reading, and wait until reads in progress have ended. Can be called repeatedly."""
         self._is_closed = True
         self._drop_pending()
         self._readers.shutdown(wait=True, cancel_futures=True)

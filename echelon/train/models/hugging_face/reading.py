@@ -78,8 +78,8 @@ def load_weights(
     Data that several ranks need is read once and sent to the other ranks, in windows of at most 64
     MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
     Floating-point values are converted to the model's dtype. An error while tensors are being read
-    leaves the model partly filled; all other errors leave it unchanged. Ranks wait for each other
-    for at most the world's timeout.
+    leaves the model partly filled; all other errors are raised before any tensor is read. Ranks
+    wait for each other for at most the world's timeout.
 
     Args:
         folder: a folder that contains config.json and safetensors files; see `read_config` for the
