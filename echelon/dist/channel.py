@@ -94,7 +94,7 @@ class Channel:
         """Send `x` to the other end, which must receive it with the same dtype and size.
 
         The call can return before the other end has called `recv`. The caller must not modify `x`
-        until the operation has ended.
+        until the call returns or, with `async_op`, until `Work.wait` returns.
 
         Args:
             x: an array of any shape.

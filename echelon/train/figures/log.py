@@ -172,7 +172,7 @@ class FigureLog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time spent inside the context, for example in evaluation, from all figures."""
+        """Exclude time spent inside the context, for example in evaluation, from all figures."""
         before = Moment.now(self._now())
         try:
             yield
