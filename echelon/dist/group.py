@@ -158,8 +158,8 @@ class ProcessGroup(Collectives, PointToPoint):
     def coalesce(self) -> Iterator[None]:
         """Launch the operations called inside the block together, and wait for all of them.
 
-        If the block raises an exception, none of its operations are launched on a device. If the
-        block had already called such an operation, the group ends, because other ranks might have
+        If the block raises an exception, none of its device operations are launched. If the block
+        had already called a device operation, the group ends, because other ranks might have
         launched theirs.
 
         Raises:

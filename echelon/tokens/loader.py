@@ -171,7 +171,7 @@ class TokenLoader:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """The number of passes over each source so far, with fractions, keyed by source name."""
+        """The (fractional) number of passes over each source so far, keyed by source name."""
         return {
             source.name: taken / len(self._samples[i])
             for i, (source, taken) in enumerate(

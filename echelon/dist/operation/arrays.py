@@ -126,7 +126,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def is_numeric(dtype: str) -> bool:
-    """Return whether arrays of a dtype can be reduced and not only moved."""
+    """Return whether arrays of a dtype can be reduced, not just moved."""
     return dtype in _NUMERIC
 
 
@@ -140,7 +140,7 @@ def view(array: Any, name: str, *, writable: bool) -> View:
 
     Raises:
         ValueError: `array` is not an array, or is masked, not contiguous or read-only although
-            `writable` is True, or its elements cannot be sent (Python objects, foreign byte order).
+            `writable` is True, or its elements cannot be sent (Python objects, for example).
     """
     if type(array) is np.ndarray:
         dtype = _PLAIN.get(array.dtype)

@@ -162,7 +162,7 @@ def encode_call(
 def describe_call(call: bytes) -> str:
     """Return a readable form of an encoded call: `broadcast(root 0) float32[3, 4]`.
 
-    Malformed bytes do not raise an error.
+    If `call` is malformed, the text is meaningless, but no error is raised.
     """
     if len(call) < CALL_BYTES:
         return "nothing"

@@ -32,7 +32,10 @@ class NativeWriter(OperationWriter, SpanWriter, Protocol):
         """Count a pause of the garbage collector. The method is a callback for `gc.callbacks`."""
 
     def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
-        """Call `keep(began, ended, info)` after each collection that takes at least `from_ns`."""
+        """Register `keep(began, ended, info)` to be called after each pause of at least `from_ns`.
+
+        A pause is one garbage collection; the times are in nanoseconds.
+        """
 
     def start_heartbeat(self, period_ns: int, /) -> bool:
         """Start a native heartbeat thread; return whether it started."""

@@ -202,10 +202,10 @@ class Recorder:
             return
 
     def call_after_steps(self, num_steps: int, action: Callable[[], None]) -> None:
-        """Call `action` once on the training thread, just before a certain step's end is recorded.
+        """Call `action` once on the training thread, just before the end of a step is recorded.
 
         Args:
-            num_steps: the number of that step, counted from 1 at the first recorded step.
+            num_steps: the number of the step, where the first recorded step is step 1.
         """
         self._after_steps = (num_steps, action)
 

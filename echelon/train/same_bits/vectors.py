@@ -190,7 +190,7 @@ def _gaps(layout: Layout) -> list[slice]:
 
 
 def _memory_of(sums: TreeSums) -> torch.Tensor:
-    """Return a vector from `sums` that can be reused after being sent, or else a new vector."""
+    """Return a vector of `sums` for reuse, or a new vector. All of `sums` must have been sent."""
     for _, vector in sums.nodes():
         return vector
     return torch.empty(sums.numel, dtype=sums.dtype, device=sums.device)

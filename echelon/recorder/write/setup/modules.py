@@ -45,7 +45,10 @@ def list_modules(path: Path, recorder: Recorder) -> None:
 
 
 def installed_modules() -> list[str]:
-    """Return the names of the loaded installed modules and echelon modules, in import order."""
+    """Return the names of all loaded modules that are installed or part of echelon.
+
+    The names are in import order.
+    """
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages()]
     roots = tuple({path.rstrip(os.sep) + os.sep for path in paths if path})

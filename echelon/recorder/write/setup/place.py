@@ -32,7 +32,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location of a rank's ring and, if it is not the rank's folder, the reason."""
+    """The location of a rank's ring, and the reason if it is outside the rank's folder."""
 
     ring: Path
     rank_dir: Path

@@ -53,7 +53,7 @@ def start(settings: Settings) -> tuple[Recorder, Callable[[], None]] | None:
     """Open the ring and start recording; return None if another process records instead.
 
     Returns:
-        The recorder, and a function that a forked child must call, so that it does not record.
+        The recorder, and a function that a forked child calls to stop recording.
 
     Raises:
         Exception: the start failed; the ring has been removed.
@@ -90,7 +90,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
 
 
 def _was_left_by_another(path: Path) -> bool:
-    """Return whether a process that has ended left a ring in this boot and PID namespace."""
+    """Return whether a ring's writer ran in this boot and PID namespace and has ended."""
     try:
         owner = read_ring(path).identity
     except DumpFormatError:

@@ -215,7 +215,7 @@ class _Writer:
         return StoredTensor(whole.shape, dtype, ())
 
     def make(self, whole: Whole) -> Tensor:
-        """Assemble one of the tensors to be written from its parts, which are read on demand."""
+        """Assemble a tensor for writing from its parts, which are read on demand."""
         parts = []
         for part in whole.parts:
             one = self._read(part.ours)
