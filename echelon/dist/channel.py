@@ -1,7 +1,7 @@
 """Provide independent, ordered connections between two ranks.
 
 Each channel is identified by a negative tag, which user messages cannot have. The two ends agree on
-the tag through the store, so neither end waits for the other end.
+the tag through the store, so neither end has to wait for the other.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Channel:
 
         The method blocks until the other end opens the channel or uses it in both directions, or
         until the timeout expires. A rank with several channels should open all of them with
-        `async_op` before it waits. For host arrays, the method returns immediately. If `open` is
-        not called, the first message in each direction connects that direction.
+        `async_op` before it waits for any of them. If `like` is a host array, the method returns
+        immediately. If `open` is not called, the first message in each direction connects that
+        direction.
 
         Args:
             like: an array on the device; it is neither read nor written.
@@ -92,8 +93,8 @@ class Channel:
     def send(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Send `x` to the other end, which must receive it with the same dtype and size.
 
-        The call can return before the other end has called `recv`. After the operation has ended,
-        the caller can modify `x`.
+        The call can return before the other end has called `recv`. The caller must not modify `x`
+        until the call returns or, with `async_op`, until `Work.wait` returns.
 
         Args:
             x: an array of any shape.

@@ -84,7 +84,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @property
     def num_collectives(self) -> int:
-        """The number of collectives that this rank has called so far."""
+        """The number of collectives that this rank has called on the group so far."""
         return self._state.num_collectives
 
     def __repr__(self) -> str:
@@ -158,9 +158,9 @@ class ProcessGroup(Collectives, PointToPoint):
     def coalesce(self) -> Iterator[None]:
         """Launch the operations called inside the block together, and wait for all of them.
 
-        If the block raises an exception, no operations are launched on a device. If an operation
-        was called before the exception, the group also ends, because other ranks might have
-        launched their operations.
+        If the block raises an exception, none of its device operations are launched. If the block
+        had already called a device operation, the group ends, because other ranks might have
+        launched theirs.
 
         Raises:
             ValueError: the method was called inside another `coalesce()` block.
@@ -193,8 +193,9 @@ class ProcessGroup(Collectives, PointToPoint):
     def split(
         self, color: int | None, key: int = 0, name: str | None = None
     ) -> ProcessGroup | None:
-        """Split the group; ranks with equal `color` form a new group, ordered by `key` and rank.
+        """Split the group; ranks with equal `color` form a new group.
 
+        The new group's members are ordered by `key`, and those with equal `key` by their old rank.
         Every member must call this method, and each call blocks until the other members have
         called it. The method returns this rank's new group, or None if `color` is None.
 
@@ -244,8 +245,8 @@ class ProcessGroup(Collectives, PointToPoint):
     def abort(self) -> None:
         """End the group on all ranks; waiting operations raise CollectiveError.
 
-        The method can be called on any thread and in a signal handler. It returns within 1 s
-        without contacting other ranks.
+        The method can be called on any thread and in a signal handler. It returns within 1 s and
+        does not wait for other ranks.
         """
         if not self._state.is_closed and not self._state.is_foreign:
             self._state.abort()
@@ -254,14 +255,14 @@ class ProcessGroup(Collectives, PointToPoint):
         """End the group on this rank and release its resources. Calling this twice is safe.
 
         The method takes at most 1 s and does not contact other ranks. Operations on other ranks
-        that still need this rank raise PeerLostError. A signal handler can close the group during
-        one of the group's calls. In that case, the call raises CollectiveError.
+        that still need this rank raise PeerLostError. If a signal handler closes the group during
+        one of the group's calls, the interrupted call raises CollectiveError.
         """
         self._state.close()
 
     @property
     def state(self) -> GroupState:
-        """The state of this rank's operations on the group, including how the group ended."""
+        """The state of this rank's operations on the group and, once it has ended, how it ended."""
         return self._state
 
     def _check_object_call(self, call: str, root: int = 0) -> int:

@@ -1,8 +1,9 @@
 """Make the C library retain freed memory between training steps.
 
 Training on the CPU allocates and frees hundreds of megabytes in every step. By default, glibc
-returns much of this memory to the system, and every page must be faulted in and zeroed again. With
-85M parameters, page faults took a sixth of the step's CPU time (see docs/benchmarks/sharding.md).
+returns much of this memory to the system, and every page must be faulted in and zeroed again. In a
+model of 85M parameters, page faults took a sixth of a step's CPU time
+(see docs/benchmarks/sharding.md).
 Sharding and pipelines on the host therefore ask glibc to retain freed memory. Peak resident memory
 then exceeds the size of the tensors by up to a third (docs/planner.md, "How far off it was"). To
 save memory at the expense of time, set MALLOC_MMAP_THRESHOLD_=131072 in the program's environment.

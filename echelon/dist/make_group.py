@@ -58,7 +58,7 @@ class GroupMaker:
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
-        """Allow groups to be created again, in a new epoch."""
+        """Allow groups to be created in `epoch`, after `end` has ended those of earlier epochs."""
         with self._adding:
             self._epoch = epoch
             if self._end is not None and self._end[0] <= epoch:
@@ -172,10 +172,10 @@ class GroupMaker:
         return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
-        """Close a group that was deleted without being closed, on the process's watcher thread.
+        """Let the process's watcher thread close a group that was deleted while it was open.
 
-        A group whose library requires all ranks to close it together stays open until `close` is
-        called.
+        If the group's library requires all ranks to close the group together, it instead stays
+        open until `close` closes all groups.
         """
         if state.is_closed or state.is_foreign:
             return
@@ -185,7 +185,7 @@ class GroupMaker:
             watcher().post(state.close)
 
     def first_error(self) -> CollectiveError | None:
-        """Return the error that ended a group, or None if no group has failed."""
+        """Return an error that ended one of the groups, or None if no group has failed."""
         with self._adding:
             groups = list(self._groups)
         errors = [group.state.error for group in groups if not group.state.is_closed]
@@ -200,7 +200,7 @@ class GroupMaker:
                 group.timeout_s = timeout_s
 
     def close(self) -> None:
-        """Close all open groups, in the reverse order of their creation."""
+        """Close all open groups in reverse order of creation."""
         with self._adding:
             groups = list(self._groups)
         for group in sorted(groups, key=lambda group: group.created_mono_ns, reverse=True):

@@ -266,10 +266,10 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
 
 
 def leave_groups() -> None:
-    """Close all groups and agreements within about 1 s, but stay connected to the store.
+    """Close all groups and all agreements (see `agree_on_calls`) within about 1 s.
 
-    For agreements, see `agree_on_calls`. Until `regroup` creates a new world, `world` returns the
-    closed group.
+    The process stays connected to the store. Until `regroup` creates a new world, `world` returns
+    the closed group.
 
     Raises:
         ValueError: there is no world.
@@ -278,10 +278,10 @@ def leave_groups() -> None:
 
 
 def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) -> ProcessGroup:
-    """Create a new world from some of this world's ranks. Errors show the old rank numbers.
+    """Create a new world from some of this world's ranks.
 
     Every rank of the new world must call this function. The call blocks until all of these ranks
-    have joined.
+    have joined. Errors in the new world identify ranks by the numbers that the launcher gave them.
 
     Args:
         ranks: the ranks that the launcher gave to the new world's members, in group order.
@@ -340,7 +340,7 @@ def is_between_worlds() -> bool:
 
 
 def first_error() -> CollectiveError | None:
-    """Return the error that ended a group of this world, or None if no group has failed.
+    """Return an error that ended a group of this world, or None if no group has failed.
 
     Raises:
         ValueError: there is no world.
@@ -394,8 +394,8 @@ def agree_on_calls(what: str) -> Agreement:
     Every rank must call this function. The call does not block.
 
     Args:
-        what: the subject of the agreement, for errors and spans. The n-th call with a given subject
-            creates the same agreement on every rank.
+        what: the subject of the agreement, shown in errors and spans. The n-th call with a given
+            subject creates the same agreement on every rank.
 
     Raises:
         ValueError: `init` was not called.
@@ -407,7 +407,10 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first; an exception from `action` is raised at the end."""
+    """Make `shutdown` call `action` first.
+
+    If `action` raises an exception, `shutdown` leaves the world and then raises it.
+    """
     _before_shutdown.append(action)
     return action
 
@@ -541,7 +544,10 @@ def _meet(
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
-    """Return the offset from rank 0's clock; None on one host or if the measurement fails."""
+    """Return the offset of this rank's clock from rank 0's clock.
+
+    Return None if all ranks are on one host or the measurement fails.
+    """
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None
     try:

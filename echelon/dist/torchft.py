@@ -102,13 +102,14 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
         self._echelon.configure(store_addr, name, rank, ranks)
 
     def errored(self) -> Exception | None:
-        """Return the error that ended the current group or its creation, or None."""
+        """Return the error that ended the group or prevented its creation, or None if none did."""
         return self._echelon.error
 
     def abort(self) -> None:
-        """End the current group or its creation on all its members. Can be called on any thread.
+        """End the current group on all its members, even while the group is being created.
 
-        Waiting operations and `configure` raise CollectiveError within 1 s.
+        Waiting operations and `configure` raise CollectiveError within 1 s. The method can be
+        called on any thread.
         """
         self._echelon.abort()
 

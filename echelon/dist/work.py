@@ -64,7 +64,10 @@ class Work:
 
     @property
     def lane(self) -> object:
-        """The operation's lane. Operations in the same lane finish in the order of the calls."""
+        """The operation's lane.
+
+        Operations in the same lane finish in the order in which they were called.
+        """
         one = self.operation
         return (one.kind, one.peer, one.tag) if one.is_message else None
 

@@ -1,9 +1,9 @@
 """Define and read the index of a folder of token shards, which lists the folder's files.
 
     FOLDER/index.json           this index; a folder without it is not a folder of token shards
-    FOLDER/tokens_00000.bin     tokens, little-endian, of the index's dtype
+    FOLDER/tokens_00000.bin     tokens, little-endian, of the dtype stated in the index
     FOLDER/documents_00000.bin  int64, little-endian: the end of each document that ends in the
-                                shard, counted in tokens from the start of the whole folder
+                                shard, counted in tokens from the start of the first shard
 
 A document can continue in the next shard. A document's end is listed in the shard that contains the
 document's last token. `docs/tokens.md` specifies the format for programs that write it.

@@ -94,8 +94,8 @@ class TokenLoader:
 
     Each source is split into windows of `context` tokens, or its documents are packed into samples
     of this size. Each sample is drawn once per epoch. Background threads prefetch batches. The time
-    that the caller waits for a batch is recorded as a `data_wait` span. A loader must be used by
-    only one thread at a time.
+    that the caller spends waiting for a batch is recorded as a `data_wait` span. A loader must be
+    used by only one thread at a time.
 
     Args:
         sources: the sources from which samples are drawn; their names must differ.
@@ -108,8 +108,8 @@ class TokenLoader:
         mask_documents: whether to exclude the first token of each document from the targets.
         pack_documents: whether to fill samples with whole documents (`packing.py`) instead of
             splitting the tokens at fixed intervals. A document is split only if it is longer than a
-            sample. The first token of a document is never a target. Every rank reads the end
-            positions of all documents.
+            sample. The first token of a document is never a target. To pack the documents, every
+            rank reads the end positions of all of them.
         num_workers: the number of reader threads.
         prefetch: the number of batches to read ahead.
 
@@ -171,7 +171,7 @@ class TokenLoader:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """The number of passes over each source, keyed by the source's name."""
+        """The (fractional) number of passes over each source so far, keyed by source name."""
         return {
             source.name: taken / len(self._samples[i])
             for i, (source, taken) in enumerate(
@@ -242,7 +242,7 @@ class TokenLoader:
         )
 
     def close(self) -> None:
-        """Stop reading, and wait for the reads in progress. Can be called more than once."""
+        """Stop reading, and wait until reads in progress have ended. Can be called repeatedly."""
         self._is_closed = True
         self._drop_pending()
         self._readers.shutdown(wait=True, cancel_futures=True)

@@ -52,7 +52,7 @@ def prepare(
     Raises:
         ValueError: `out` exists, `validation` is not in [0, 1), or the training or validation split
             would have no documents.
-        TokenShardsError: without a validation split, there are no tokens to write.
+        TokenShardsError: `validation` is 0, and the documents contain no tokens.
         OSError: reading or writing failed; in that case `out` is not created.
     """
     if not 0 <= validation < 1:

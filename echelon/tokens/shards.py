@@ -79,7 +79,11 @@ class TokenShards:
         return out
 
     def documents(self, first: int, num_tokens: int) -> NDArray[np.int64]:
-        """Return each token's document number, which is 0 for token `first`: int64 [num_tokens]."""
+        """Return each token's document number, counted from 0 at token `first`.
+
+        Returns:
+            int64 [num_tokens].
+        """
         ends = self._ends_between(first, first + num_tokens)
         numbers = np.zeros(num_tokens, np.int64)
         numbers[ends - first] = 1  # distinct: no document is empty
@@ -101,7 +105,7 @@ class TokenShards:
         return ends
 
     def verify(self) -> None:
-        """Read every byte of the files, and compare the checksums with the index.
+        """Read every byte of the files, and compare their checksums with those in the index.
 
         Raises:
             TokenShardsError: a file does not match the index; the error message names the file.

@@ -22,7 +22,7 @@ class Row:
 
 
 class Windows:
-    """Consecutive samples of `context` tokens, without an incomplete last sample.
+    """Consecutive samples of `context` tokens; an incomplete last sample is dropped.
 
     Args:
         shards: the tokens to split into samples.

@@ -54,10 +54,10 @@ class _OpenFile:
 
 
 class ShardWriter:
-    """A writer that adds documents to a folder of token shards, one at a time.
+    """A writer that creates a folder of token shards, adding one document at a time.
 
-    Use the writer in a `with` block. When the block ends, the folder is complete under its final
-    name. If the block raises an exception, the folder does not exist. Not thread-safe.
+    Use the writer in a `with` block. The complete folder appears under its final name when the
+    block ends. If the block raises an exception, no folder is created. Not thread-safe.
 
     Args:
         folder: the folder to create. The folder must not exist, but its parent must.

@@ -27,7 +27,7 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """The location of infinite or NaN gradients; the same on all ranks.
+    """The location of infinite or NaN gradients, which is the same on all ranks.
 
     Attributes:
         rank: the lowest global rank that holds a non-finite gradient in its shard or its stage. A
@@ -110,7 +110,7 @@ class FiniteGuard:
         return self._num_in_a_row
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the gradients so that their norm is at most `max_norm`, or count a skipped step.
+        """Clip the norm of the gradients to `max_norm`; count a skipped step if it is not finite.
 
         Call the method once per step, after the last backward pass. It is collective among the
         ranks of `over` and blocks until the gradients have been reduced.
@@ -149,14 +149,14 @@ class FiniteGuard:
             optimizer: any object that has a `step()` method.
 
         Returns:
-            True if the step was taken; equal on all ranks.
+            Whether the step was taken, which is the same on all ranks.
         """
         if self._is_finite:
             optimizer.step()
         return self._is_finite
 
     def locate(self) -> NonFinite | None:
-        """Find the ranks that hold infinite or NaN gradients. Collective among `over`.
+        """Find the ranks that hold infinite or NaN gradients. Collective for the ranks of `over`.
 
         Returns:
             The location, or None if all gradients are finite.

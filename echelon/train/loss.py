@@ -1,10 +1,10 @@
 """Compute a language model's cross-entropy without holding the logits of all tokens at once.
 
 The logits [N, V] of a batch are often the largest tensor of a step. With 8,192 tokens and a
-vocabulary of 50,304, they take 1.6 GB in float32, and the softmax and its gradient take as much
-again. Here, one chunk of tokens at a time passes through the head, the softmax and, if gradients
-are needed, both products of the backward pass. Only the gradients [N, C] and [V, C] remain (Hsu et
-al. 2024, Liger Kernel).
+vocabulary of 50,304, they take 1.6 GB in float32, and the softmax and its gradient each take as
+much again. Here, one chunk of tokens at a time passes through the head, the softmax and, if
+gradients are needed, both products of the backward pass. Only the gradients [N, C] and [V, C]
+remain (Hsu et al. 2024, Liger Kernel).
 
 There are two ways to compute the gradients:
 
@@ -14,8 +14,7 @@ There are two ways to compute the gradients:
                    and one number per token are stored. float16 requires recomputation: gradients
                    computed in the forward pass, before the loss is scaled, would underflow to zero.
 
-Sums over tokens and chunks are in float32 (float64 for float64), regardless of the dtype of the
-products.
+Sums over tokens and chunks are in float64 if the products are in float64, and in float32 otherwise.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def chunked_cross_entropy(
             second backward pass over the same graph raises a RuntimeError.
 
     Returns:
-        The loss, a float32 scalar (float64 for float64).
+        The loss, a float32 scalar (float64 if the products are in float64).
 
     Raises:
         ValueError: shapes or dtypes do not match, or an argument is invalid.

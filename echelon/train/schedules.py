@@ -91,8 +91,8 @@ class WarmupStableDecay:
 
     MiniCPM introduced this schedule (Hu et al. 2024).
 
-    To extend a run, continue from a checkpoint before the decay with a larger `num_steps`. Before
-    the decay, the factor does not depend on `num_steps`.
+    To extend a run, continue from a checkpoint saved before the decay, with a larger `num_steps`.
+    Before the decay, the factor does not depend on `num_steps`.
 
     Args:
         num_steps: the length of the run in steps, including the warm-up and the decay.

@@ -1,10 +1,10 @@
-"""View users' arrays (NumPy, torch, CuPy, or any array that supports DLPack) without a copy.
+"""View users' arrays (NumPy, torch, CuPy, or any array that supports DLPack) without copying them.
 
 A view is a flat NumPy array over the caller's own memory, plus the name of the true dtype. NumPy
 does not have bfloat16, so such data is represented as uint16 and named "bfloat16". Data that can be
 moved but not summed (complex64, float8, ...) is represented as bytes. An array in device memory is
-represented by its address. Arrays that cannot be viewed without a copy are rejected here, before
-any data is sent. This module never imports torch.
+represented by its address. Arrays that cannot be viewed without being copied are rejected here,
+before any data is sent. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def is_numeric(dtype: str) -> bool:
-    """Return whether arrays of a dtype can be reduced, in addition to being copied."""
+    """Return whether arrays of a dtype can be reduced, not just moved."""
     return dtype in _NUMERIC
 
 
@@ -139,8 +139,8 @@ def view(array: Any, name: str, *, writable: bool) -> View:
         writable: whether the result of an operation is stored in the array.
 
     Raises:
-        ValueError: `array` is not an array, or is masked, not contiguous or not writable, or its
-            elements are not plain bytes.
+        ValueError: `array` is not an array, or is masked, not contiguous or read-only although
+            `writable` is True, or its elements cannot be sent (Python objects, for example).
     """
     if type(array) is np.ndarray:
         dtype = _PLAIN.get(array.dtype)

@@ -1,4 +1,4 @@
-"""Check the caller's arguments. The error that a check raises quotes the argument."""
+"""Check the caller's arguments. A failed check raises an error that describes the argument."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ def check_reduce_op(op: str, dtype: str) -> str:
 def check_pair(
     call: str, large_name: str, large: View, small_name: str, small: View, size: int, rank: int
 ) -> None:
-    """Check that `large` is `size` times as long as `small`, and that they overlap only in place.
+    """Check that `large` is `size` times as long as `small`, and that they do not overlap.
 
-    The operation is in place if the small array is exactly shard `rank` of the large array.
+    The only permitted overlap is that of an in-place operation, in which the small array is exactly
+    shard `rank` of the large array.
 
     Raises:
-        ValueError: dtypes, devices or sizes do not match, or the arrays overlap in another way.
+        ValueError: the dtypes, devices or sizes do not match, or the arrays overlap in another way.
     """
     _check_alike(call, large_name, large, small_name, small)
     if len(large.data) != size * len(small.data):
@@ -173,8 +174,9 @@ def check_uneven(
         The number of rows of each rank, and the number of elements of each rank.
 
     Raises:
-        ValueError: the splits do not add up to the rows of `whole`; `part` does not hold this
-            rank's rows; dtypes, devices or rows differ; or the arrays overlap other than in place.
+        ValueError: the splits do not add up to the number of rows of `whole`; `part` does not have
+            this rank's number of rows; the dtypes, the devices or the shapes of the rows differ; or
+            the arrays overlap, and `part` is not exactly this rank's shard of `whole`.
     """
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)
@@ -223,7 +225,7 @@ def check_rank(rank: Any, name: str, group: str, size: int) -> int:
 
 
 def check_timeout(timeout_s: float | timedelta) -> float:
-    """Return a timeout in seconds, at most about 30 years.
+    """Return a timeout in seconds, capped at about 30 years.
 
     Raises:
         ValueError: the timeout is not a number of seconds or a `timedelta`, or is not positive.

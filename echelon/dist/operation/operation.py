@@ -160,7 +160,10 @@ def encode_call(
 
 
 def describe_call(call: bytes) -> str:
-    """Describe a rank's call: `broadcast(root 0) float32[3, 4]`. Accepts arbitrary bytes."""
+    """Return a readable form of an encoded call: `broadcast(root 0) float32[3, 4]`.
+
+    If `call` is malformed, the text is meaningless, but no error is raised.
+    """
     if len(call) < CALL_BYTES:
         return "nothing"
     kind, reduce_op, num_dims, num_splits, root, checksum, dtype, device, *numbers = (

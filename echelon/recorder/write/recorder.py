@@ -163,8 +163,8 @@ class Recorder:
     def new_group(self, name: str, ranks: Sequence[int]) -> int:
         """Return a reference to a process group that has just been created.
 
-        If a group with the same name and members exists, a number is appended to the name. All
-        members append the same number.
+        If a group with the same name and members already exists, a number is appended to the name.
+        All members append the same number.
         """
         key, number = (name, tuple(ranks)), 1
         while key in self._groups:
@@ -202,10 +202,10 @@ class Recorder:
             return
 
     def call_after_steps(self, num_steps: int, action: Callable[[], None]) -> None:
-        """Call `action` on the training thread once, just before the end of a step is recorded.
+        """Call `action` once on the training thread, just before the end of a step is recorded.
 
         Args:
-            num_steps: the number of steps that have ended by then.
+            num_steps: the number of the step, where the first recorded step is step 1.
         """
         self._after_steps = (num_steps, action)
 
@@ -218,7 +218,10 @@ class Recorder:
         action()
 
     def _note_spent(self, now: int) -> None:
-        """Write the thread's time in collectives, checkpoints and data waits to the live words."""
+        """Write the training thread's collective, checkpoint and data-wait times to the live words.
+
+        If another thread calls the method, these times are left unchanged.
+        """
         live, known = self._live, spent.spans_ns
         waited = int(spent.collectives_s * 1e9)
         saving, data = known.get("checkpoint", 0), known.get("data_wait", 0)
@@ -318,7 +321,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return a step's live word: the clamped step number plus one, or `before` if it is invalid."""
+    """Return a step's live word: `number`, clamped, plus one; `before` if `number` is invalid."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

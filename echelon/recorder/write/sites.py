@@ -46,8 +46,8 @@ _codes: list[CodeType] = []
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the nearest frame of user code, searching outwards from `frame`.
 
-    If the thread has no frame of user code, return `frame` itself. On a thread started by C++, such
-    as an autograd thread, return the nearest user frame of the main thread instead.
+    If the thread has no frame of user code, return `frame` itself or, on a thread started by C++
+    (such as an autograd thread), the nearest user frame of the main thread.
     """
     nearest = last = frame
     for _ in range(_MAX_WALK):

@@ -24,7 +24,7 @@ class SpanWriter(Protocol):
     """The common interface of `Spans` and the C core's `Writer`."""
 
     def open_span(self, name: str, detail: str, depth: int, /) -> Any:
-        """Record that a phase begins.
+        """Record the start of a phase.
 
         Args:
             depth: the number of frames to skip in the search for user code; 1 means to start at the
@@ -35,7 +35,7 @@ class SpanWriter(Protocol):
         """
 
     def close_span(self, span: Any, /) -> None:
-        """Record that a phase ended."""
+        """Record the end of a phase."""
 
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
         """Record a phase that has already ended, given references to its texts.
@@ -108,7 +108,7 @@ class Spans:
         self._thread = _Thread()
 
     def open_span(self, name: str, detail: str, depth: int, /) -> OpenSpan | None:
-        """Record that a phase begins; see `SpanWriter`."""
+        """Record the start of a phase; see `SpanWriter`."""
         try:
             return self._open(name, detail, depth + 1)
         except Exception:  # noqa: BLE001 -- recording never raises into training
@@ -141,7 +141,7 @@ class Spans:
         return span
 
     def close_span(self, span: OpenSpan, /) -> None:
-        """Record that a phase ended. Closing the same span again has no effect."""
+        """Record the end of a phase. Closing the same span again has no effect."""
         try:
             if not span.is_closed:
                 span.is_closed = True  # its place may belong to another span from now on

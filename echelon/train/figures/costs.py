@@ -23,7 +23,8 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 class Moment:
     """A clock reading and the calling thread's cumulative waiting times, all in seconds.
 
-    The difference between two moments holds the times that elapsed between them.
+    The difference between two moments consists of the elapsed time and the waiting times between
+    them.
     """
 
     time_s: float
@@ -32,7 +33,7 @@ class Moment:
 
     @classmethod
     def now(cls, time_s: float) -> Moment:
-        """Return the moment at clock time `time_s`, with the thread's waiting times so far."""
+        """Return a moment with clock reading `time_s` and the thread's current waiting times."""
         return cls(time_s, spent.spans_ns.get("data_wait", 0) / 1e9, spent.collectives_s)
 
     def __sub__(self, other: Moment) -> Moment:

@@ -2,9 +2,9 @@
 
 [Note: what the shares mean] `data_wait` is the fraction of the iteration's time that the training
 thread spent in `recorder.span("data_wait")` spans, which `TokenLoader` and `recorder.watch` open.
-`exposed_communication` is the fraction that the thread spent blocked in collectives and
-point-to-point transfers. It includes transfers that computation did not hide, and waits for late
-ranks (in a pipeline, the bubble).
+`exposed_communication` is the fraction of the iteration's time that the thread spent blocked in
+collectives and point-to-point transfers. It includes transfers that computation did not hide, and
+waits for late ranks (in a pipeline, the bubble).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class FigureLog:
             computed; with 0, no rates are logged.
         flops_per_token: the number of floating-point operations per token in the forward and
             backward passes; with 0, no MFU is logged.
-        peak_flops: the peak operations per second across all ranks, from which MFU is computed;
-            with 0, no MFU is logged.
+        peak_flops: the peak number of floating-point operations per second, summed over all ranks,
+            from which MFU is computed; with 0, no MFU is logged.
         first_step: the number of steps that were completed before this run.
         group: the ranks whose waits and memory are compared. All of these ranks must make the same
             calls. In each call, a rank sends 32 bytes from host memory. With None, only the figures
@@ -132,7 +132,7 @@ class FigureLog:
         learning_rate: float | None = None,
         **more: float,
     ) -> None:
-        """Log a completed step, and start timing the next one. Collective with a `group`.
+        """Log a completed step, and start timing the next one. Collective if a group was given.
 
         If the method is called less often than once per step, the measured times and rates are
         averages over the steps since the last call.
@@ -172,7 +172,7 @@ class FigureLog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time spent inside the context, such as an evaluation, from all figures."""
+        """Exclude time spent inside the context, for example in evaluation, from all figures."""
         before = Moment.now(self._now())
         try:
             yield

@@ -171,7 +171,7 @@ def _draw_beside(
 def _end(
     steps: Sequence[int], values: Sequence[float], text: str, color: str
 ) -> list[tuple[float, float, str, str]]:
-    """Return a list with a label at a line's last finite value; empty if no value is finite."""
+    """Return a list with a label for a line's last finite value, or [] if no value is finite."""
     finite = [(s, v) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
     if not finite:
         return []

@@ -58,7 +58,7 @@ def gpt2(size: str = "124m", **changes: Any) -> ModelConfig:
 
 
 def llama(size: str = "20m", **changes: Any) -> ModelConfig:
-    """Return the config of a Llama model of size 20m (for tests), 1b (Llama 3.2) or 8b (3.1).
+    """Return the config of a Llama model: 20m (for tests), 1b (Llama 3.2) or 8b (Llama 3.1).
 
     Args:
         size: the size, as listed above.

@@ -40,7 +40,7 @@ class RotaryTable(nn.Module):
     """The cosines and sines of every position's angles.
 
     The table stays float32 even if the model is converted to another dtype, because bfloat16 cannot
-    resolve the angles of adjacent positions. The table is recomputed when a model is moved off
+    distinguish the angles of adjacent positions. The table is recomputed when a model is moved off
     the meta device.
 
     Attributes:
@@ -79,7 +79,7 @@ class RotaryTable(nn.Module):
 
 
 def rotate(x: Tensor, table: Tensor, start: int = 0) -> Tensor:
-    """Rotate each pair of features of `x` by its position's angle.
+    """Rotate each pair of features of `x` by the pair's angle at each position.
 
     Args:
         x: the features: [B, H, T, D].

@@ -62,7 +62,7 @@ class TransformerStage(nn.Module):
             documents: as in `Transformer.forward`; each stage passes them to the next stage.
 
         Returns:
-            The logits [B, T, V] at the last stage. At other stages, the features [B, T, C], or with
+            The logits [B, T, V] at the last stage. At other stages, the features [B, T, C] or, with
             documents, a tuple of the features and the documents.
 
         Raises:

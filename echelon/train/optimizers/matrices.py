@@ -76,7 +76,7 @@ class Bucket:
         group's timeout expires.
 
         Args:
-            dtype: the dtype of the exchange and of the argument of `compute`.
+            dtype: the dtype in which matrices are exchanged and passed to `compute`.
 
         Raises:
             CollectiveError: a rank was lost, did not join, or has different matrices.

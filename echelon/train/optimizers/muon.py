@@ -60,9 +60,9 @@ class Muon(Optimizer):
             n / m))).
         betas: AdamW's betas.
         eps: AdamW's epsilon.
-        compute_dtype: the dtype of Newton-Schulz and of the exchange. None means bfloat16 on
-            accelerators, as in Keller Jordan's code, and float32 (float64 for float64) on the CPU,
-            where bfloat16 is slow.
+        compute_dtype: the dtype of the Newton-Schulz iterations and of the exchange. None means
+            bfloat16 on accelerators, as in Keller Jordan's code, and float32 on the CPU (float64
+            for float64 parameters), where bfloat16 is slow.
         tensor_group: the ranks of axis "tp", `mesh.group("tp")`, if this axis splits matrices. The
             result of `parallelize` provides the group by default.
 

@@ -16,7 +16,7 @@ _EPS = 1e-7  # lower bound of the norm: a matrix of zeros stays zero
 
 
 def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
-    """Return a matrix of the same size whose singular values are near 1.
+    """Return a matrix with the singular vectors of `matrix` and with singular values near 1.
 
     Args:
         matrix: a matrix [n, m] of any floating-point dtype. The products use the same dtype.

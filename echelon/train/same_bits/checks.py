@@ -61,7 +61,7 @@ def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[R
 
     Raises:
         ValueError: the ranges do not cover all micro-batches.
-        CollectiveMismatchError: the ranks' ranges are not contiguous or have different totals.
+        CollectiveMismatchError: the ranks' ranges are not contiguous or differ in `total`.
     """
     if run is None:
         run = even_runs(micro_batches, group.size)[group.rank]
@@ -104,7 +104,7 @@ def no_collectives(group: ProcessGroup) -> Iterator[None]:
     """Raise an error if a collective on the world or on `group` is called inside the context.
 
     Raises:
-        ValueError: a collective was called, whose result would depend on the number of ranks.
+        ValueError: a collective was called; its result would depend on the number of ranks.
     """
     groups = list(dict.fromkeys([dist.world(), group]))
     before = [one.num_collectives for one in groups]
@@ -122,7 +122,7 @@ def _is_same(was: tuple[torch.Tensor, int], now: tuple[torch.Tensor, int] | None
 
 
 def check_reproducible(step: int, rows: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
-    """Compare the digests of micro-batch 0, which every rank has computed twice.
+    """Compare the digests from each rank's two computations of micro-batch 0.
 
     Args:
         step: the number of the step, for the error message.
@@ -130,7 +130,7 @@ def check_reproducible(step: int, rows: Sequence[Sequence[str]], ranks: Sequence
         ranks: the global rank of each row.
 
     Raises:
-        NotReproducibleError: digests differ within a rank or between ranks.
+        NotReproducibleError: a rank's two digests differ, or different ranks' digests differ.
     """
     unstable = [rank for rank, (one, two) in zip(ranks, rows, strict=True) if one != two]
     if unstable:

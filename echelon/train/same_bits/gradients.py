@@ -70,7 +70,7 @@ class Gradients:
     def held(self) -> Iterator[None]:
         """Discard earlier gradients, and keep sharded units gathered inside the context.
 
-        If the context ends with an exception, its gradients are discarded too.
+        If the context ends with an exception, the gradients collected in it are discarded too.
         """
         self.drop()
         self._sums = [_Sums(self._run, len(one.owners)) for one in self._vectors]
@@ -97,7 +97,10 @@ class Gradients:
         return [vector.take() for vector in self._vectors]
 
     def add(self, number: int, taken: list[Taken]) -> None:
-        """Add one micro-batch's gradients, and reuse their memory. Calls can be in any order."""
+        """Add one micro-batch's gradients to the sums, which reuse the gradients' memory.
+
+        Micro-batches can be added in any order.
+        """
         for sums, one in zip(self._sums, taken, strict=True):
             sums.add(number, one)
 
@@ -125,7 +128,7 @@ class Gradients:
     def _gathered(self, mine: list[float], *, has_values: bool) -> list[list[float]]:
         """Return one list per rank: a flag for each parameter, then the rank's values, if any.
 
-        Collective.
+        A flag is nonzero if the rank has a gradient for the parameter. Collective.
         """
         if self._group.size == 1 or self.device is None:
             return [mine]

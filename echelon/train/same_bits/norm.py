@@ -118,7 +118,7 @@ def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:
 
 
 def _blocks(flat: Flat) -> Iterator[tuple[Member, PartialBlocks]]:
-    """Yield each parameter that has a gradient, and the blocks that sum the gradient's squares."""
+    """Yield each parameter that has a gradient, and the `PartialBlocks` of the squared gradient."""
     layout, ranks = flat.layout, range(flat.group.size)
     for index, member in enumerate(flat.members):
         if member.shard.grad is None:

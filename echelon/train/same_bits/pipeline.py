@@ -53,7 +53,7 @@ class SameBitsPipeline:
 
     Args:
         pipe: the pipeline. Its `replicas` must be set, possibly to a group of one rank. Its number
-            of micro-batches must be the length of this rank's range.
+            of micro-batches must equal the length of this rank's range.
         optimizer: the optimizer of the pipeline's parameters.
         micro_batches: the number of micro-batches per step, over all replicas.
         seed: the seed of the run.
@@ -67,7 +67,7 @@ class SameBitsPipeline:
     Raises:
         ValueError: an argument is invalid, or the pipeline has tied parameters or no `replicas`;
             also raised in the cases listed for `SameBits`.
-        CollectiveMismatchError: the ranges are not contiguous or have different totals.
+        CollectiveMismatchError: the ranks' ranges are not contiguous or differ in `total`.
 
     Example:
         >>> mesh = DeviceMesh((2, 4), ("pp", "dp"))

@@ -190,7 +190,7 @@ def _gaps(layout: Layout) -> list[slice]:
 
 
 def _memory_of(sums: TreeSums) -> torch.Tensor:
-    """Return a vector whose values have already been sent, for reuse, or else a new vector."""
+    """Return a vector of `sums` for reuse, or a new vector. All of `sums` must have been sent."""
     for _, vector in sums.nodes():
         return vector
     return torch.empty(sums.numel, dtype=sums.dtype, device=sums.device)
@@ -205,7 +205,7 @@ def _packed(
     places: Callable[[torch.Tensor], list[torch.Tensor]],
     gaps: Sequence[slice],
 ) -> TreeSums:
-    """Copy each tree node's sums into one vector; fill gaps and absent gradients with zeros."""
+    """Pack each tree node's sums into its own vector; fill gaps and absent gradients with zeros."""
     vectors = []
     for node, taken in nodes:
         vector = torch.empty(numel, dtype=dtype, device=device)

@@ -1,10 +1,11 @@
 """Write operations in pure Python if the C core was not built.
 
 [Note: why no lock] CPython 3.11 and later, with the global lock, switches threads only after calls
-and at backward jumps. A sequence of statements without calls and backward jumps is therefore
+and at backward jumps. A sequence of statements without calls or backward jumps is therefore
 atomic. Each change to a slot is made by such a sequence, so threads never overwrite each other's
-data. Rare cases take a lock, for example if a slot's operation has not ended. If the interpreter
-does not guarantee atomicity, `LockedOperations` is used, which holds a lock in every method.
+data. A lock is taken only in rare cases, for example if a slot's operation has not ended. If the
+interpreter does not guarantee atomicity, `LockedOperations` is used, which holds a lock in every
+method.
 
 Readers, which are other processes, verify what they read (schema.py, [Note: what makes a slot
 readable]).
@@ -82,7 +83,7 @@ class OperationWriter(Protocol):
         depth: int = 1,
         is_started: bool = False,
     ) -> int:
-        """Record that an operation was called; return its record number for the other methods.
+        """Record that an operation was called; return the number to pass to the other methods.
 
         Args:
             group: the group's reference, from `Recorder.group()`.
@@ -338,7 +339,7 @@ class Operations:
         """Store an operation in the first available slot, without overwriting a pending operation.
 
         Returns:
-            The operation's number, or `NOT_RECORDED` if no slot is available.
+            The operation's record number, or `NOT_RECORDED` if no slot is available.
         """
         with self._lock:
             for number in range(_MAX_TRIES):
@@ -352,7 +353,10 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot if possible, after moving a pending operation out of it."""
+        """Store an operation in a slot, first moving any pending operation out of the slot.
+
+        Return whether the operation was stored.
+        """
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -439,5 +443,5 @@ def has_atomic_steps() -> bool:
 def make_operations(
     ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns
 ) -> Operations:
-    """Return a writer of operations into `ring`. `now` is a clock that returns nanoseconds."""
+    """Return a writer that records operations in `ring`. `now` returns the time in nanoseconds."""
     return (Operations if has_atomic_steps() else LockedOperations)(ring, sites, now)

@@ -34,7 +34,7 @@ class Signatures:
         inputs: Splits,
         outputs: Splits,
     ) -> int:
-        """Return a signature's position in `recent`, storing it if it is new; 0 on failure."""
+        """Store a signature in `recent` if it is new; return its position, or 0 on failure."""
         intern = self._texts.intern
         flags, num_tensors, tail = encode_signature(shapes, inputs, outputs)
         refs = intern(str(operation)), intern(str(dtype)), intern(str(reduce_op))

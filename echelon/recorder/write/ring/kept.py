@@ -65,13 +65,13 @@ class Kept:
         return True
 
     def started(self, stamp: int, cell: bytes) -> None:
-        """Mark the retained operation with this stamp as started. Unknown stamps are ignored."""
+        """Mark the retained operation that has this stamp as started; ignore unknown stamps."""
         if stamp in self._stamps:
             at = self._at(stamp) + _STATE_OFFSET
             self._memory[at : at + len(cell)] = cell
 
     def ended(self, stamp: int) -> None:
-        """Free the slot of the ended operation with this stamp. Unknown stamps are ignored."""
+        """Free the slot of the ended operation that has this stamp; ignore unknown stamps."""
         if stamp in self._stamps:
             _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
             self._stamps[self._stamps.index(stamp)] = 0

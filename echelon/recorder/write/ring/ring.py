@@ -115,7 +115,7 @@ class Ring:
         self._write_span_slot(at, number + 1, fields)
 
     def write_open_span(self, index: int, number: int, fields: bytes) -> None:
-        """Store an open span in slot `index`; an end stamp marks the span as ended."""
+        """Store an open span in slot `index`, or mark it as ended if `fields` has an end stamp."""
         self._write_span_slot(OPEN_SPANS_OFFSET + index * SPAN_SLOT.itemsize, number + 1, fields)
 
     def when_closed(self, release: Callable[[], None]) -> None:
@@ -165,7 +165,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _create(path: Path, num_bytes: int) -> mmap.mmap:
-    """Create and map a new file, with its disk blocks reserved."""
+    """Create a new file, reserve its disk blocks, and map it into memory."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     fd = os.open(path, flags, 0o600)

@@ -95,7 +95,7 @@ class Settings:
 
 
 def claim_ownership(process: str) -> bool:
-    """Claim ECHELON_RECORD_DIR for `process`; return whether it is allowed to record.
+    """Claim ECHELON_RECORD_DIR for `process`; return whether `process` is allowed to record.
 
     Only the first process that calls this function is allowed to record. The processes that it
     starts inherit ECHELON_RECORD_OWNER and must not record.

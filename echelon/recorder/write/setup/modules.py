@@ -30,7 +30,10 @@ _AGAIN_S = 10.0
 
 
 def list_modules(path: Path, recorder: Recorder) -> None:
-    """Write the list now, after two steps, and from a thread after ten seconds. Never raises."""
+    """Write the list immediately, after two steps, and after ten seconds on a separate thread.
+
+    The function never raises.
+    """
     pid = os.getpid()
     _write(path, pid)
     recorder.call_after_steps(STEADY_STEPS, lambda: _write(path, pid))
@@ -42,7 +45,10 @@ def list_modules(path: Path, recorder: Recorder) -> None:
 
 
 def installed_modules() -> list[str]:
-    """Return the names of loaded modules that are installed or echelon's, in import order."""
+    """Return the names of all loaded modules that are installed or part of echelon.
+
+    The names are in import order.
+    """
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages()]
     roots = tuple({path.rstrip(os.sep) + os.sep for path in paths if path})

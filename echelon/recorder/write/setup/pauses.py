@@ -3,9 +3,9 @@
 Every collection is counted in the live words. A collection that takes at least a millisecond is
 also recorded as a `gc` span. Collections do not count as progress.
 
-The callback can interrupt any thread, even inside the recorder. Therefore, it takes no lock and
-stores no new texts. The C core has its own callback, because some programs collect garbage hundreds
-of times per second.
+The garbage collector can call this module's callback on any thread, even inside the recorder. The
+callback therefore takes no lock and stores no new texts. The C core has its own callback, because
+some programs collect garbage hundreds of times per second.
 """
 
 from __future__ import annotations

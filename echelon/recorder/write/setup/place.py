@@ -32,7 +32,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location of a rank's ring, and the reason for this choice."""
+    """The location of a rank's ring, and the reason if it is outside the rank's folder."""
 
     ring: Path
     rank_dir: Path
@@ -44,7 +44,7 @@ class Place:
         return self.ring.parent != self.rank_dir
 
     def make(self) -> Path:
-        """Create the ring's folder and the link to it, if needed; return the path of the ring file.
+        """Create the ring's folder and the link to the ring, if needed; return the ring's path.
 
         Raises:
             FileExistsError: the rank's folder already contains a ring.
@@ -182,7 +182,7 @@ def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
 
 
 def _temporary_folder() -> Path:
-    """Return echelon's subfolder of the node's temporary folder, owned by this user."""
+    """Return a folder for this user's rings in the node's temporary folder; create it if needed."""
     folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -53,7 +53,7 @@ def start(settings: Settings) -> tuple[Recorder, Callable[[], None]] | None:
     """Open the ring and start recording; return None if another process records instead.
 
     Returns:
-        The recorder, and a function that stops recording in a forked child.
+        The recorder, and a function that a forked child calls to stop recording.
 
     Raises:
         Exception: the start failed; the ring has been removed.
@@ -90,7 +90,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
 
 
 def _was_left_by_another(path: Path) -> bool:
-    """Return whether a ring belongs to an ended process of this boot and PID namespace."""
+    """Return whether a ring's writer ran in this boot and PID namespace and has ended."""
     try:
         owner = read_ring(path).identity
     except DumpFormatError:
@@ -197,7 +197,7 @@ def _register_stacks(rank_dir: Path, settings: Settings) -> int:
     """Register a signal with which the agent can request the stacks of all threads.
 
     Returns:
-        The number of the signal; 0 if no signal is free.
+        The number of the signal; 0 if no signal was registered.
     """
     global _stack_file
     number = settings.stack_signal

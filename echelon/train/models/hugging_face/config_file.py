@@ -77,7 +77,7 @@ class _Reader:
         return key in self._content
 
     def get(self, key: str, default: Any) -> Any:
-        """Return the value of a key, or the default of `transformers` if the key is missing."""
+        """Return the value of a key, or its default in `transformers` if the key is missing."""
         self._seen.add(key)
         return self._content.get(key, default)
 
@@ -134,6 +134,8 @@ class _Reader:
 def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ()) -> ModelConfig:
     """Read a model's config from the config.json in a folder.
 
+    The function warns if the model has dropout, which is not implemented.
+
     Args:
         folder: a folder that contains the config.json of a GPT2LMHeadModel, LlamaForCausalLM,
             MistralForCausalLM or Qwen2ForCausalLM.
@@ -142,8 +144,6 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
     Raises:
         CheckpointError: the file is missing or damaged, or describes a model that this package does
             not implement; the error message names the setting.
-
-    Warns if the model has dropout, which is not implemented.
     """
     config, notes = read_with_notes(Path(folder), ignore)
     for note in notes:

@@ -56,7 +56,7 @@ class HuggingFaceFolder:
 
     Raises:
         CheckpointError: a file is missing or damaged; tensors are missing or unexpected, or their
-            shapes differ from the config; or a head differs from the embedding that it is tied to.
+            shapes do not match the config; or a head differs from the embedding that it is tied to.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, *, compare: bool = True) -> None:

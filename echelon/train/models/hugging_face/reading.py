@@ -39,7 +39,7 @@ def load_pretrained(
         folder: a folder that contains config.json and safetensors files; see `read_config` for the
             supported models.
         context: the maximum number of tokens in a sequence; None means the context in the folder's
-            config. Only models with rotary positions accept another context.
+            config. Only models with rotary positions support a different context.
         dtype: the dtype of the weights; None means torch's default dtype, regardless of the stored
             dtype.
         device: the device on which to create the model.
@@ -78,8 +78,8 @@ def load_weights(
     Data that several ranks need is read once and sent to the other ranks, in windows of at most 64
     MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
     Floating-point values are converted to the model's dtype. An error while tensors are being read
-    leaves the model partly filled; all other errors are detected earlier. Ranks wait for each
-    other for at most the world's timeout.
+    leaves the model partly filled; all other errors are raised before any tensor is read. Ranks
+    wait for each other for at most the world's timeout.
 
     Args:
         folder: a folder that contains config.json and safetensors files; see `read_config` for the

@@ -1,8 +1,8 @@
 """Write a model or checkpoint to a folder that `transformers` can load, one tensor at a time.
 
-If a folder already holds a model, its config.json is removed first, and the new config.json is
-written last. A job that is killed therefore leaves the old model, the new model, or a folder that
-does not load.
+If the folder already holds a model, that model's config.json is removed first, and the new
+config.json is written last. A job that is killed therefore leaves the old model, the new model, or
+a folder that does not load.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def save_pretrained(
             exist.
         dtype: the dtype in which the weights are stored; None means the dtype of the model's
             weights.
-        max_piece_bytes: the size limit of one file in bytes; a larger tensor gets a separate file.
+        max_piece_bytes: the size limit of one file in bytes; a larger tensor gets its own file.
         extra: further keys of config.json that do not affect what the model computes, such as
             `eos_token_id`.
 
@@ -132,7 +132,7 @@ def convert(
         config: the model's config.
         key: the checkpoint's entry for the module; None means the only module in the checkpoint.
         dtype: the dtype in which the weights are stored; None means the dtype in the checkpoint.
-        max_piece_bytes: the size limit of one file in bytes; a larger tensor gets a separate file.
+        max_piece_bytes: the size limit of one file in bytes; a larger tensor gets its own file.
         extra: further keys of config.json that do not affect what the model computes, such as
             `eos_token_id`.
 
@@ -215,7 +215,7 @@ class _Writer:
         return StoredTensor(whole.shape, dtype, ())
 
     def make(self, whole: Whole) -> Tensor:
-        """Read the parts of a tensor to be written, and return the tensor."""
+        """Assemble a tensor for writing from its parts, which are read on demand."""
         parts = []
         for part in whole.parts:
             one = self._read(part.ours)
