@@ -64,7 +64,7 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return, for each resource, the fraction of the last 10 s during which tasks stalled on it.
+    """Return how much of the last 10 s at least one task was stalled on each resource, as a share.
 
     The keys are "cpu", "io" and "memory". The values come from the "some" lines in /proc/pressure.
     """
@@ -104,7 +104,7 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
 
 
 def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
-    """Return one cgroup's values, omitting missing and unlimited values."""
+    """Read one cgroup's limits and usage, keyed by field; omit missing and unlimited values."""
     found: dict[str, int] = {}
     for field, file, row, unit in _SOURCES[version]:
         text = read_text(f"{folder}/{file}", "cgroup", denied)

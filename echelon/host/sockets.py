@@ -60,7 +60,7 @@ def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
 
 
 def moved(before: tuple[Socket, ...], after: tuple[Socket, ...]) -> tuple[Socket, ...]:
-    """Return the sockets in `after`, adding the number of bytes transferred since `before`."""
+    """Return the sockets in `after`, each with its bytes transferred since `before`, if known."""
     earlier = {(one.local, one.peer): one for one in before}
     return tuple(_moved(earlier.get((one.local, one.peer)), one) for one in after)
 

@@ -55,14 +55,15 @@ class _Stop:
         self._before.clear()
 
     def ask(self, reason: str) -> None:
-        """Request a stop. Safe in a signal handler, and safe to repeat."""
+        """Request a stop. This method can be called repeatedly, and in a signal handler."""
         self._wish = f"rank {self._rank}: {reason}"
         self.agreement.ask(self._wish)
 
     def reached(self) -> bool:
         """Count a call; return whether all ranks agreed to stop at this call or an earlier one.
 
-        Between two worlds, return False without counting the call.
+        If this process has left its groups but not yet joined a new world, return False without
+        counting the call.
         """
         if self.agreement.is_closed:
             if runtime.is_between_worlds():
@@ -124,10 +125,10 @@ def should_stop() -> bool:
     """Return whether training should stop. The result becomes True at the same call on all ranks.
 
     Every rank must call this function once per step. The first call installs a handler for SIGTERM,
-    unless `stop_on_signals` was called with other signals. Once a rank has received a signal and
-    called `should_stop`, all ranks stop soon, usually within one step. Until then, calls do not
-    communicate. If the ranks continue after the loss of a rank (`echelon.dist.resilient`), they
-    agree on the stop again.
+    unless `stop_on_signals` or `request_stop` was called earlier. Calls do not communicate until a
+    rank has received a signal or requested a stop. Once that rank has called `should_stop`, all
+    ranks stop soon, usually within one step. If the ranks continue after the loss of a rank
+    (`echelon.dist.resilient`), they agree on the stop again.
 
     Returns:
         True once the ranks have agreed to stop, after any of them received a signal or called
@@ -176,7 +177,9 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return the reason for the stop, such as "rank 2: SIGTERM", or "" before a stop.
+    """Return the reason for the stop, such as "rank 2: SIGTERM".
+
+    The result is "" until `should_stop` has returned True.
 
     Example:
         >>> stop_reason()

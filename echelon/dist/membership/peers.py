@@ -129,7 +129,7 @@ class Peers:
         return {rank for rank in self._processes if rank in self._pidfds or self._is_near(rank)}
 
     def dead(self, ranks: Iterable[int]) -> list[int]:
-        """Return the group ranks whose processes have ended. Does not block."""
+        """Return those of the given group ranks whose processes have ended. Does not block."""
         if self._is_closed:
             return []
         ended = _descriptors.ended()
