@@ -18,7 +18,7 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of cores that this process is allowed to use, at least 1.
+    """Return the number of cores that this process is allowed to use. The result is at least 1.
 
     Args:
         root: the folder where the cgroups are mounted.
@@ -64,9 +64,10 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return how much of the last 10 s at least one task was stalled on each resource, as a share.
+    """Return how long tasks were stalled on each resource, as a fraction of the last 10 s.
 
-    The keys are "cpu", "io" and "memory". The values come from the "some" lines in /proc/pressure.
+    The keys are "cpu", "io" and "memory". The values come from the "some" lines in /proc/pressure,
+    which count the time during which at least one task was stalled.
     """
     shares = {}
     for kind in ("cpu", "io", "memory"):

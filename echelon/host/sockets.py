@@ -60,7 +60,10 @@ def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
 
 
 def moved(before: tuple[Socket, ...], after: tuple[Socket, ...]) -> tuple[Socket, ...]:
-    """Return the sockets in `after`, each with its bytes transferred since `before`, if known."""
+    """Return the sockets in `after`, each with the number of bytes moved since `before`, if known.
+
+    A socket's bytes are known if it is also in `before` and the kernel reports its byte counts.
+    """
     earlier = {(one.local, one.peer): one for one in before}
     return tuple(_moved(earlier.get((one.local, one.peer)), one) for one in after)
 

@@ -80,7 +80,10 @@ class Agreement:
             self._listen_in_background()
 
     def ask(self, reason: str) -> None:
-        """Make a later call to `reached` return True on all ranks. Safe in signal handlers."""
+        """Make a later call to `reached` return True on all ranks.
+
+        This method can be called from a signal handler.
+        """
         self._wish = reason
 
     def reached(self) -> bool:

@@ -55,7 +55,7 @@ class _Stop:
         self._before.clear()
 
     def ask(self, reason: str) -> None:
-        """Request a stop. This method can be called repeatedly, and in a signal handler."""
+        """Request a stop. This method can be called repeatedly, and from a signal handler."""
         self._wish = f"rank {self._rank}: {reason}"
         self.agreement.ask(self._wish)
 
@@ -104,7 +104,7 @@ def stop_on_signals(*signals: int) -> None:
             different signal as a warning (with Slurm, `--signal=USR1@120`).
 
     Raises:
-        ValueError: this process does not belong to a world, or the call is not on the main thread.
+        ValueError: this process does not belong to a world, or this is not the main thread.
 
     Example:
         >>> import signal
@@ -135,8 +135,8 @@ def should_stop() -> bool:
         `request_stop`.
 
     Raises:
-        ValueError: this process does not belong to a world, or the first call is not on the main
-            thread.
+        ValueError: this process does not belong to a world, or the first call was not made on the
+            main thread.
         CollectiveTimeoutError: some ranks did not join the agreement within the world's timeout,
             for example because they never call `should_stop`; the error names them.
         PeerLostError: a rank died while the ranks were agreeing.
@@ -161,7 +161,7 @@ def should_stop() -> bool:
 def request_stop(reason: str = "request_stop") -> None:
     """Ask all ranks to stop, so that `should_stop` soon returns True.
 
-    Only one rank needs to call this function. It can be called on any thread.
+    Only one rank needs to call this function. It can be called from any thread.
 
     Raises:
         ValueError: this process does not belong to a world.

@@ -94,7 +94,7 @@ def aborted(members: Members, operation: Operation) -> CollectiveError:
 
 
 def interrupted(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error for a group that ends because a signal handler raised an exception."""
+    """Build the error for a group that was aborted because a signal handler raised an exception."""
     what = f"{type(raised).__name__} in a signal handler"
     return _of_this_rank(members, operation, f"the group was aborted on rank {{rank}}: {what}")
 

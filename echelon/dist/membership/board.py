@@ -49,7 +49,7 @@ def path_of(store: Store) -> str:
 
 
 def _whole(store: Store) -> Store:
-    """Return the store beneath any nested views, or `store` itself if it is not a view."""
+    """Return the store below any nested views, or `store` itself if it is not a view."""
     return _whole(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 

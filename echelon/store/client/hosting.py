@@ -44,7 +44,7 @@ class Hosted:
     def leave_soon(self) -> None:
         """Detach one store. When the last store leaves, stop the server without waiting for it.
 
-        Safe to call in a finalizer.
+        Safe to call from a finalizer.
         """
         if self._is_last():
             self._server.stop_soon()
