@@ -69,7 +69,7 @@ class Dialer:
     def connect(self, operation: str, key: str, deadline: Deadline) -> Channel:
         """Connect to the server, retrying with growing, jittered delays until the deadline.
 
-        A client that was already connected stops retrying after 10 s at the latest.
+        A client that has been connected before stops retrying after at most 10 s.
 
         Raises:
             StoreTimeoutError: no server was reached before the deadline.

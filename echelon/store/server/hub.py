@@ -266,7 +266,10 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Disconnect peers that exceeded a time limit; drop expired leases and reserved items."""
+        """Disconnect peers that exceeded a time limit, and end expired presences.
+
+        An item that has been reserved since the last call is offered to the next waiter.
+        """
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()

@@ -180,7 +180,7 @@ class StoreServer:
         self.close()
 
     def admit(self, address: str) -> None:
-        """Admit torch's clients from a numeric IP address, although they lack the secret.
+        """Admit torch's clients from a numeric IP address, even though they lack the secret.
 
         Use this method only for addresses of hosts that have authenticated themselves.
         """
