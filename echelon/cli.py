@@ -29,7 +29,10 @@ a running job.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return its exit code: 2 for invalid usage, 141 for a closed output pipe."""
+    """Run a subcommand and return its exit code.
+
+    The code is 2 for invalid usage, and 141 if the reader closes the output pipe.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "--help"
     if command == "run":  # a job outlives its output

@@ -159,7 +159,7 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Some ranks did not join an operation before its timeout.
+    """Some ranks did not join an operation within its timeout.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks

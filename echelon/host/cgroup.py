@@ -18,7 +18,7 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of cores that this process is allowed to use, at least 1.
+    """Return the number of cores that this process is allowed to use. The result is at least 1.
 
     Args:
         root: the folder where the cgroups are mounted.
@@ -64,9 +64,10 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return, for each resource, the fraction of the last 10 s during which tasks stalled on it.
+    """Return how long tasks were stalled on each resource, as a fraction of the last 10 s.
 
-    The keys are "cpu", "io" and "memory". The values come from the "some" lines in /proc/pressure.
+    The keys are "cpu", "io" and "memory". The values come from the "some" lines in /proc/pressure,
+    which count the time during which at least one task was stalled.
     """
     shares = {}
     for kind in ("cpu", "io", "memory"):
@@ -104,7 +105,7 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
 
 
 def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
-    """Return one cgroup's values, omitting missing and unlimited values."""
+    """Read one cgroup's limits and usage, keyed by field; omit missing and unlimited values."""
     found: dict[str, int] = {}
     for field, file, row, unit in _SOURCES[version]:
         text = read_text(f"{folder}/{file}", "cgroup", denied)

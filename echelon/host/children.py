@@ -20,7 +20,11 @@ _EXIT_CODE_FIELD = 49  # in /proc/PID/stat, counted after the name; readable if 
 
 
 def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[HostChild, ...], int]:
-    """Examine up to `limit` descendants; return those that still exist, and the total number."""
+    """Examine up to `limit` descendants of a process.
+
+    Returns:
+        The examined descendants that still exist, and the number of all descendants.
+    """
     below = descendants(pid)
     return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)
 
@@ -59,12 +63,12 @@ def _exit_code(fields: list[str]) -> int | None:
 
 
 def _is_python(pid: int) -> bool:
-    """Return whether a process has loaded Python, so that py-spy can read its stacks."""
+    """Return whether a process has loaded Python. Only then can py-spy read its stacks."""
     return "python" in read_text(f"/proc/{pid}/maps", "maps", [])
 
 
 def _main_stack(stacks: str) -> str:
-    """Return the main thread's stack from a dump of all threads, truncated to 12 KiB."""
+    """Extract the main thread's stack from a dump of all threads, and truncate it to 12 KiB."""
     blocks = [block.strip("\n") for block in stacks.split("\n\n") if block.strip()]
     mains = [block for block in blocks if block.endswith(" in <module>")]
     return (mains or blocks)[-1][:_MAX_STACK] if blocks else ""

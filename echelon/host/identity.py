@@ -88,10 +88,10 @@ def network_of(pid: int) -> int:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields after the name in /proc/PID/stat, or [] if the process does not exist.
+    """Return the fields that follow a process's name in /proc/PID/stat.
 
-    The name can contain spaces and parentheses, so the fields start after the last closing
-    parenthesis.
+    The result is [] if the process does not exist. The name can contain spaces and parentheses, so
+    the fields start after the last closing parenthesis.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")

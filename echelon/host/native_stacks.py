@@ -101,7 +101,7 @@ def _follows_call(memory: int, address: int) -> bool:
 
 
 def _text(address: int, mappings: list[_Mapping]) -> str:
-    """Format a code address as `function (file)` or `file+0xoffset`; "" for other addresses."""
+    """Format an address as `function (file)` or `file+0xoffset`; "" if no code is mapped there."""
     i = bisect.bisect_right(mappings, address, key=lambda one: one.begin) - 1
     if i < 0 or address >= mappings[i].end:
         return ""

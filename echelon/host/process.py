@@ -1,7 +1,7 @@
 """Read what /proc shows about a process. Only the launcher's agent uses this module.
 
-A container can deny access to any file. The name of a denied file is added to `not_permitted`, and
-the values from this file are left empty.
+A container can deny access to some of these files. The name of a denied file is added to
+`not_permitted`, and the values from this file are left empty.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read files in /proc, distinguishing missing files from denied ones.
 
-A container can deny access to any file. The name of a denied file is recorded, and the file is
-treated as empty.
+A container can deny access to some files in /proc. The name of a denied file is recorded, and the
+file is treated as empty.
 """
 
 from __future__ import annotations

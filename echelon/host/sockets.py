@@ -60,7 +60,10 @@ def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
 
 
 def moved(before: tuple[Socket, ...], after: tuple[Socket, ...]) -> tuple[Socket, ...]:
-    """Return the sockets in `after`, adding the number of bytes transferred since `before`."""
+    """Return the sockets in `after`, each with the number of bytes transferred since `before`.
+
+    The number is -1 (unknown) if a socket is not in `before` or has no byte counts.
+    """
     earlier = {(one.local, one.peer): one for one in before}
     return tuple(_moved(earlier.get((one.local, one.peer)), one) for one in after)
 

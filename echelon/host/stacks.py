@@ -29,7 +29,7 @@ def can_spy() -> bool:
 
 
 def _program() -> str | None:
-    """Return the path of py-spy, found in PATH or next to this interpreter."""
+    """Search PATH and this interpreter's folder for py-spy; return its path, or None."""
     beside = str(Path(sys.executable).parent)
     return shutil.which("py-spy") or shutil.which("py-spy", path=beside)
 

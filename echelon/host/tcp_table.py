@@ -89,7 +89,7 @@ def _words(raw: bytes) -> str:
 
 
 def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
-    """Return, for each connection within this host, the uid of the remote socket's owner.
+    """Map each connection within this host to the uid of the user that owns its remote socket.
 
     Connections that are no longer established or are in neither table are omitted. Reading a table
     takes a few microseconds per socket on the host, so do not call this function in an event loop.
@@ -109,7 +109,7 @@ def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
 
 
 def _owners(table: Path, wanted: Mapping[tuple[str, str], Ends]) -> dict[Ends, int]:
-    """Look up connections in one table; return the uids of the established ones.
+    """Look up connections in one table; return the remote uids of the established connections.
 
     Args:
         wanted: the connections, keyed by the addresses of both ends in the table's form.

@@ -49,7 +49,11 @@ def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[Host
 
 
 def program_of(pid: int) -> int:
-    """Return the pid of the actual program, skipping shells that have a single child."""
+    """Return the pid of the program that a command runs, skipping shells with a single child.
+
+    Args:
+        pid: the pid of the command's first process.
+    """
     while read_text(f"/proc/{pid}/comm", "comm", []).strip() in _SHELLS:
         below = children(pid)
         if len(below) != 1:

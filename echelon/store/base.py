@@ -474,6 +474,6 @@ class Store(ABC):
 
 
 def _few(names: Sequence[str], most: int = 16) -> str:
-    """Return up to `most` names, joined for an error message, and the number of omitted names."""
+    """Join up to `most` names for an error message, and append the number of omitted names."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

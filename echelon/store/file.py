@@ -241,7 +241,10 @@ class FileStore(Store):
         act(self._state, *operands)
 
     def _append(self, query: int, *fields: bytes | list[bytes]) -> None:
-        """Append a change to the file and apply it immediately. The caller must hold the lock."""
+        """Append a change to the file, and apply the change to the in-memory state.
+
+        The caller must hold the lock.
+        """
         command = p.encode(query, *fields)
         self._append_record(command)
         self._replay(command)

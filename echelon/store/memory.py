@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Caller:
-    """A blocked call, which owns a waiter."""
+    """A blocked call, whose thread sleeps until the call's waiter is satisfied."""
 
     def __init__(self) -> None:
         self._is_awake = threading.Event()
@@ -79,7 +79,7 @@ class MemoryStore(Store):
         """Sleep until the waiter is woken, and return None.
 
         If the deadline passes first, withdraw the waiter and return the status of its barrier or
-        gather (for other waits, an empty status).
+        gather. If the waiter belongs to neither, the status is empty.
         """
         if caller.sleep(deadline):
             return None

@@ -1,6 +1,6 @@
 """Send several store operations together.
 
-A pipeline takes one round trip for each batch of operations that fits the socket buffers. All
+A pipeline takes one round trip for each batch of operations that fits in the socket buffers. All
 answers have arrived when the `with` block ends. No operation in a pipeline blocks: a `get` of a
 missing key returns None. On stores without a connection, a pipeline is not faster than
 individual calls.

@@ -162,7 +162,7 @@ class PrefixStore(Store):
 
 
 class _StrippedWatch(Watch):
-    """A watch of the underlying store that strips the prefix from the keys."""
+    """A watch on the underlying store. It strips the prefix from each changed key."""
 
     def __init__(self, watch: Watch, num_prefix_chars: int) -> None:
         self._watch = watch

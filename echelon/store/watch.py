@@ -62,7 +62,7 @@ class Watch(ABC):
 
     @abstractmethod
     def _next(self, deadline: Deadline) -> Change | None:
-        """Return the next change, or None at the deadline."""
+        """Return the next change, or None if the deadline passes first."""
 
 
 class LookingWatch(Watch):

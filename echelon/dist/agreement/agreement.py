@@ -1,7 +1,7 @@
 """Make one rank's request take effect at the same step on every rank.
 
 Ranks call `reached` once per step. Until a rank makes a request, the calls do not communicate. On
-each rank, a thread waits on the store for the first request.
+each rank, a background thread waits for the first request to appear in the store.
 
 [Note: the call that all ranks agree on] Ranks can be several calls apart. When a thread receives a
 request, it makes its rank's next call to `reached` block, and publishes the number of that call.
@@ -54,7 +54,7 @@ class Agreement:
         Args:
             members: the participating ranks.
             state: the state of the members' group; the agreement ends when the group ends.
-            store: a view of the store reserved for this agreement.
+            store: a view of the store whose keys are used only by this agreement.
             timeout_s: how long a call to `reached` waits for the threads of other ranks.
             what: the subject of the agreement, as shown in errors and spans.
         """
@@ -80,7 +80,10 @@ class Agreement:
             self._listen_in_background()
 
     def ask(self, reason: str) -> None:
-        """Make a later call to `reached` return True on all ranks. Safe in signal handlers."""
+        """Make a later call to `reached` return True on all ranks.
+
+        This method can be called from a signal handler.
+        """
         self._wish = reason
 
     def reached(self) -> bool:
@@ -109,9 +112,10 @@ class Agreement:
         return self._is_closed
 
     def unanswered(self) -> str:
-        """Return a pending request from any rank, or "" if no request is pending.
+        """Return a pending request, or "" if no request is pending.
 
-        This method can also be called after `close`.
+        This rank's own request takes precedence over another rank's. The method can also be called
+        after `close`.
 
         Raises:
             StoreError: the store does not answer.
@@ -173,7 +177,7 @@ class Agreement:
                 self._fail(CollectiveError(f"no agreement on {self._what}: this rank has left"))
 
     def _leave(self) -> None:
-        """Publish the number of calls that this rank made, so that other ranks can still agree."""
+        """Publish this rank's number of calls, so that other ranks can still agree on a call."""
         with self._lock:
             is_left = not self._is_held and self._state.error is None
             self._is_held = True

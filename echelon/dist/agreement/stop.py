@@ -55,14 +55,15 @@ class _Stop:
         self._before.clear()
 
     def ask(self, reason: str) -> None:
-        """Request a stop. Safe in a signal handler, and safe to repeat."""
+        """Request a stop. This method can be called repeatedly, and from a signal handler."""
         self._wish = f"rank {self._rank}: {reason}"
         self.agreement.ask(self._wish)
 
     def reached(self) -> bool:
         """Count a call; return whether all ranks agreed to stop at this call or an earlier one.
 
-        Between two worlds, return False without counting the call.
+        If this process has left its groups but not yet joined a new world, return False without
+        counting the call.
         """
         if self.agreement.is_closed:
             if runtime.is_between_worlds():
@@ -103,7 +104,7 @@ def stop_on_signals(*signals: int) -> None:
             different signal as a warning (with Slurm, `--signal=USR1@120`).
 
     Raises:
-        ValueError: this process does not belong to a world, or the call is not on the main thread.
+        ValueError: this process does not belong to a world, or this is not the main thread.
 
     Example:
         >>> import signal
@@ -124,18 +125,18 @@ def should_stop() -> bool:
     """Return whether training should stop. The result becomes True at the same call on all ranks.
 
     Every rank must call this function once per step. The first call installs a handler for SIGTERM,
-    unless `stop_on_signals` was called with other signals. Once a rank has received a signal and
-    called `should_stop`, all ranks stop soon, usually within one step. Until then, calls do not
-    communicate. If the ranks continue after the loss of a rank (`echelon.dist.resilient`), they
-    agree on the stop again.
+    unless `stop_on_signals` or `request_stop` was called earlier. Calls do not communicate until a
+    rank has received a signal or requested a stop. Once that rank has called `should_stop`, all
+    ranks stop soon, usually within one step. If the ranks continue after the loss of a rank
+    (`echelon.dist.resilient`), they agree on the stop again.
 
     Returns:
         True once the ranks have agreed to stop, after any of them received a signal or called
         `request_stop`.
 
     Raises:
-        ValueError: this process does not belong to a world, or the first call is not on the main
-            thread.
+        ValueError: this process does not belong to a world, or the first call was not made on the
+            main thread.
         CollectiveTimeoutError: some ranks did not join the agreement within the world's timeout,
             for example because they never call `should_stop`; the error names them.
         PeerLostError: a rank died while the ranks were agreeing.
@@ -160,7 +161,7 @@ def should_stop() -> bool:
 def request_stop(reason: str = "request_stop") -> None:
     """Ask all ranks to stop, so that `should_stop` soon returns True.
 
-    Only one rank needs to call this function. It can be called on any thread.
+    Only one rank needs to call this function. It can be called from any thread.
 
     Raises:
         ValueError: this process does not belong to a world.
@@ -176,7 +177,9 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return the reason for the stop, such as "rank 2: SIGTERM", or "" before a stop.
+    """Return the reason for the stop, such as "rank 2: SIGTERM".
+
+    The result is "" until `should_stop` has returned True.
 
     Example:
         >>> stop_reason()

@@ -48,7 +48,7 @@ def calls(rows: Flat) -> list[bytes]:
 def is_small(operation: Operation) -> bool:
     """Return whether an operation's data is sent along with the description of its call.
 
-    The result is the same on all ranks that make equal calls.
+    The result is the same on all ranks that make identical calls.
     """
     data = operation.target if operation.source is None else operation.source
     if operation.input_splits or operation.output_splits:
@@ -57,7 +57,7 @@ def is_small(operation: Operation) -> bool:
 
 
 def finish(operation: Operation, rows: Flat, rank: int) -> None:
-    """Compute a small operation's result from all ranks' data, and store it in the target.
+    """Compute a small operation's result from all ranks' data, and store it in `operation.target`.
 
     Args:
         rows: the packed bytes of all ranks, [num_ranks, num_packed_bytes].

@@ -162,9 +162,9 @@ class Collectives(Calls):
         Args:
             out: [size * n, ...] or, with `output_splits`, [sum(output_splits), ...]; with the dtype
                 of `x`.
-            x: [n, ...], the same shape on all ranks or, with `output_splits`, [output_splits[rank],
-                ...]. It can be exactly this rank's shard of `out`, but must not otherwise overlap
-                `out`.
+            x: [n, ...], with the same shape on all ranks; with `output_splits`,
+                [output_splits[rank], ...]. It can be exactly this rank's shard of `out`, but must
+                not otherwise overlap `out`.
             async_op: return a `Work` immediately instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
             output_splits: number of rows (dim 0) from each rank, the same on all ranks; None means
@@ -341,9 +341,9 @@ class Collectives(Calls):
         """Send rows of `x` to each rank, and store the rows received from each rank in `out`.
 
         Args:
-            out: the array for the rows (dim 0) that this rank receives, in rank order.
-            x: the rows to send, in rank order, with the same dtype and row shape as `out`; must not
-                share memory with `out`.
+            out: the array for the rows (dim 0) that this rank receives, in the order of senders.
+            x: the rows to send, in the order of receivers, with the same dtype and row shape as
+                `out`; must not share memory with `out`.
             output_splits: number of rows that each rank sends to this rank; None means equal
                 splits.
             input_splits: number of rows to send to each rank; None means equal splits.

@@ -94,7 +94,7 @@ def aborted(members: Members, operation: Operation) -> CollectiveError:
 
 
 def interrupted(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error for a group that ends because a signal handler raised an exception."""
+    """Build the error for a group that was aborted because a signal handler raised an exception."""
     what = f"{type(raised).__name__} in a signal handler"
     return _of_this_rank(members, operation, f"the group was aborted on rank {{rank}}: {what}")
 
@@ -115,7 +115,7 @@ def nested(members: Members, operation: Operation) -> CollectiveError:
 
 
 def local_failure(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error for an operation that failed in a library on this rank."""
+    """Build the error for an operation that failed because of an exception on this rank."""
     text = f"{type(raised).__name__}: {raised}".replace("{", "{{").replace("}", "}}")
     return _of_this_rank(members, operation, f"rank {{rank}} failed: {text}")
 
@@ -127,7 +127,7 @@ def reported(
     text: str,
     ranks: Sequence[int],
 ) -> CollectiveError:
-    """Build the error for an operation of a group that ended for a reason reported by another rank.
+    """Build the error for an operation whose group has ended, for a reason that another rank gave.
 
     Args:
         make: the class of the error.
@@ -164,7 +164,7 @@ def out_of_reach(
 def connection_broken(
     members: Members, operation: Operation, raised: BaseException, ranks: Sequence[int] = ()
 ) -> CollectiveError:
-    """Build the error for a broken connection for which no rank is known to be at fault."""
+    """Build the error for a connection that broke although no rank is known to have died."""
     return CollectiveError(
         f"{place(members, operation)}: a connection broke although no rank is known to have "
         f"died: {raised}",
@@ -176,7 +176,7 @@ def connection_broken(
 
 
 def broken_since(members: Members, operation: Operation, first: CollectiveError) -> CollectiveError:
-    """Build the error for an operation in a group that an earlier failure has broken."""
+    """Build the error for an operation on a group that an earlier failure has broken."""
     why = f", for {named(first.ranks)}" if first.ranks else ""
     said = str(first).partition("\n")[0]
     return type(first)(

@@ -6,7 +6,7 @@ import socket
 
 
 def own_address(endpoint: str) -> str:
-    """Return this host's address on the route to the store.
+    """Return the local address that this host uses to reach the store.
 
     Args:
         endpoint: "host:port" of the store that the members use. For a store without a network

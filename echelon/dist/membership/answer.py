@@ -31,7 +31,7 @@ class Answer:
 
 
 def answer_of(state: GroupState) -> str:
-    """Encode this rank's answer. Safe to call on any thread."""
+    """Encode this rank's answer. Safe to call from any thread."""
     waits = state.waits()
     return json.dumps(
         {

@@ -1,9 +1,10 @@
-"""Post short notices on a board: numbered keys in the store that every rank of a world watches.
+"""Post short notices on a board, which is a sequence of numbered keys in the store.
 
-A rank whose group has failed posts a verdict. A rank that must find out which ranks are dead posts
-a question, which every member's process answers even if its main thread is busy. Each notice is
-written to the next key with an atomic compare_set, so notices are never lost or reordered.
-The launcher posts a notice for all groups if an attempt ends because a node was lost.
+Every rank of a world watches the board. A rank whose group has failed posts a verdict. A rank that
+must find out which ranks are dead posts a question, which every member's process answers even if
+its main thread is busy. Each notice is written to the next key with an atomic compare_set, so
+notices are never lost or reordered. The launcher posts a notice for all groups if an attempt ends
+because a node was lost.
 
 Only worlds with several hosts need a board: within one host, deaths are detected directly.
 """
@@ -48,7 +49,7 @@ def path_of(store: Store) -> str:
 
 
 def _whole(store: Store) -> Store:
-    """Return the store that underlies all views, or `store` itself if it is not a view."""
+    """Return the store below any nested views, or `store` itself if it is not a view."""
     return _whole(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
@@ -70,7 +71,11 @@ class Board:
         self._thread: threading.Thread | None = None
 
     def attach(self, path: str, take: Take) -> None:
-        """Start calling `take` with each notice for one group, on the board's thread.
+        """Start calling `take` on the board's thread with each notice for a group.
+
+        Args:
+            path: the prefix of the group's keys (see `path_of`).
+            take: the function to call.
 
         Raises:
             StoreError: the store cannot be reached within the store's timeout.

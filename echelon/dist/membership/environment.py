@@ -8,7 +8,7 @@
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; otherwise, rank 0 hosts it |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | the namespace of this attempt's keys |
 | ECHELON_ON_LOSS | "shrink" or "replace": the launcher's response to the death of a rank |
-| ECHELON_JOIN_AFTER | this process joins a running world, in an epoch later than this number |
+| ECHELON_JOIN_AFTER | the number of an epoch; this process joins a running world in a later one |
 | ECHELON_LIFE | the number of earlier processes that had this rank in this attempt |
 | ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |
 """
@@ -81,7 +81,7 @@ def local_rank() -> int:
     """Return this rank's index within its node, or its global rank if LOCAL_RANK is not set.
 
     Raises:
-        ValueError: the value of the variable is not a number.
+        ValueError: the value of LOCAL_RANK, or of RANK if it is used instead, is not a number.
     """
     return _number("LOCAL_RANK", _number("RANK", 0))
 

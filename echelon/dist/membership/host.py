@@ -18,7 +18,7 @@ def processes_here(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to another machine, or "" if there is no route."""
+    """Return the local address used to reach another machine, or "" if there is no route."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:

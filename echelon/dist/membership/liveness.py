@@ -108,7 +108,7 @@ class Liveness:
             self._board.attach(self._path, self._take)
 
     def check_joining(self) -> None:
-        """Raise an error if a member is known to have died while the group is being created.
+        """While the group is being created, raise an error if a member is known to have died.
 
         Raises:
             PeerLostError: a member has died; the error names it.
@@ -173,7 +173,7 @@ class Liveness:
         return self._heard_or(operation, error, _HEARSAY_S)
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended the operation.
+        """Return the verdict published by the rank whose failure ended this rank's operation.
 
         If no verdict is received in time, return `error`.
         """
@@ -300,10 +300,11 @@ class Liveness:
         )
 
     def _late_here(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return an error that names the rank on this host at the end of the chain of waits.
+        """Return an error that names the rank at the end of the chain of waits.
 
-        The ranks in a chain time out at nearly the same time and publish what they were waiting
-        for. If the store does not answer, return `error` unchanged.
+        This method is used if all members share this host. The ranks in a chain time out at nearly
+        the same time and publish what they were waiting for. If the store does not answer, return
+        `error` unchanged.
         """
         if self._state is None:
             return error
@@ -363,7 +364,7 @@ class Liveness:
         return {rank: read(value) for rank, value in zip(heard, values, strict=True)}, silent
 
     def _silent(self, question: str, store: Store, wait_s: float) -> list[int]:
-        """Return the other ranks that do not answer the liveness check in time."""
+        """Wait for answers to a liveness check; return the ranks that did not answer in time."""
         keys = {self._answer_key(question, rank): rank for rank in self._others}
         try:
             store.wait(list(keys), timeout=wait_s)
@@ -425,7 +426,7 @@ class Liveness:
             store.set_confirmed(f"left/{self._members.rank}", b"1")
 
     def _verdict(self, operation: Operation, store: Store, wait_s: float) -> CollectiveError | None:
-        """Return the verdict that another rank published, after waiting briefly for it.
+        """Wait briefly for a published verdict; return it as an error, or None if there is none.
 
         Raises:
             StoreError: the store does not answer.

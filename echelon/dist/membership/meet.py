@@ -22,7 +22,7 @@ def gather(
 
     Raises:
         CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names those
-            that never arrived.
+            that never arrived or, if every member arrived at some time, those that withdrew.
     """
     value = json.dumps(mine).encode()
     left = max(0.001, deadline_s - time.monotonic())

@@ -3,7 +3,7 @@
 Processes are watched through pidfds, which are immune to pid reuse and report a zombie as dead. If
 the kernel or a sandbox does not allow pidfds, the pid and the process's start time in /proc are
 used. A pid is meaningless in another PID namespace, such as another container's. A process in
-another namespace is watched only after it has sent a pidfd of itself (see `shm/handover.py`). One
+another namespace is watched only after it has sent a pidfd for itself (see `shm/handover.py`). One
 descriptor per process serves all groups, and one epoll instance watches all descriptors, so
 checking hundreds of peers takes one system call.
 """
@@ -87,7 +87,7 @@ _descriptors = _Descriptors()
 
 
 def _forget() -> None:
-    """Reset the descriptors in a forked child, where the lock might never be released."""
+    """Reset the descriptors in a forked child, where a lock held during the fork stays locked."""
     global _descriptors
     _descriptors = _Descriptors()
 
@@ -103,7 +103,7 @@ def adopt(process: Process, fd: int) -> None:
 class Peers:
     """The processes of the other members on this host, keyed by group rank.
 
-    `close` can be called, on another thread or in a signal handler, while another method runs. A
+    `close` can be called from another thread or a signal handler while another method runs. A
     closed object does not report any process as dead, and does not hold any descriptors.
     """
 
@@ -129,7 +129,7 @@ class Peers:
         return {rank for rank in self._processes if rank in self._pidfds or self._is_near(rank)}
 
     def dead(self, ranks: Iterable[int]) -> list[int]:
-        """Return the group ranks whose processes have ended. Does not block."""
+        """Return those of the given group ranks whose processes have ended. Does not block."""
         if self._is_closed:
             return []
         ended = _descriptors.ended()

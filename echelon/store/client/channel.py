@@ -85,7 +85,7 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the socket; the server then withdraws this connection's waits."""
+        """Close the socket; the server then cancels the waits that are pending on it."""
         self._socket.close()
 
     @property
@@ -207,7 +207,7 @@ class Place:
 
     Attributes:
         host, port: the address of the server.
-        secret: the shared secret, or None for an open server.
+        secret: the shared secret, or None if the server does not require one.
         session: bytes that identify the client to echelon's server across connections.
     """
 
@@ -327,7 +327,7 @@ def _take_ok(channel: Channel, deadline: Deadline) -> bytes:
 
 
 def _take_welcome(channel: Channel, deadline: Deadline) -> tuple[bytes, bytes, bytes]:
-    """Read echelon's answer to HELLO; return the server's instance, nonce and proof."""
+    """Read the answer of echelon's server to HELLO; return its instance, nonce and proof."""
     parts = p.unpack_strings(_take_ok(channel, deadline))
     if len(parts) != 3 or not parts[0]:
         raise StoreProtocolError("the server's answer to the handshake cannot be read")

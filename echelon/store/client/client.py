@@ -37,7 +37,7 @@ _INIT_WIRE: Final = b"init/"
 
 
 class TCPStore(Store):
-    """A client of a store server, which can also host the server.
+    """A client of a store server. The client can also host the server.
 
     Args:
         host_name: the server's host name or address.
@@ -53,7 +53,7 @@ class TCPStore(Store):
         observer: see `Store.observer`; by default, a job's worker records its waits in the black
             box.
         secret: the secret shared by clients and server, at least 16 bytes. If None, a worker uses
-            the job's secret for the job's store; any other store is open.
+            the job's secret for the job's store, and no secret for other stores.
 
     Raises:
         ValueError: `port`, `timeout` or `secret` is invalid.
@@ -150,7 +150,7 @@ class TCPStore(Store):
         )
 
     def close(self) -> None:
-        """Disconnect. A server hosted in this process stops when its last store is closed."""
+        """Disconnect. A server in this process stops when the last store that shares it closes."""
         hosted = self._leave()
         if hosted is not None:
             hosted.leave()

@@ -69,8 +69,10 @@ class Dialer:
     def connect(self, operation: str, key: str, deadline: Deadline) -> Channel:
         """Connect to the server, retrying with growing, jittered delays until the deadline.
 
+        A client that has been connected before stops retrying after at most 10 s.
+
         Raises:
-            StoreTimeoutError: no server was reached in time.
+            StoreTimeoutError: no server was reached before the deadline.
             StoreConnectionError: the server has stopped, has been restarted, or does not accept
                 this client.
         """

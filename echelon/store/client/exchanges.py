@@ -22,8 +22,8 @@ T = TypeVar("T")
 class Exchanges:
     """The exchanges over the connections of one client.
 
-    A call with `can_repeat` is retried if its connection breaks, unless unconfirmed writes might
-    have been lost. `ask` retries a request at most once, and `hold` at most twice.
+    A call with `can_repeat=True` is retried if its connection breaks, unless unconfirmed writes
+    might have been lost. `ask` retries a request at most once, and `hold` at most twice.
     """
 
     def __init__(self, pool: Pool) -> None:

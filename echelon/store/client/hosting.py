@@ -42,7 +42,10 @@ class Hosted:
             self._server.close()
 
     def leave_soon(self) -> None:
-        """Detach one store without waiting for the server to stop. Safe to call in a finalizer."""
+        """Detach one store. When the last store leaves, stop the server without waiting for it.
+
+        Safe to call from a finalizer.
+        """
         if self._is_last():
             self._server.stop_soon()
 

@@ -111,7 +111,7 @@ class Link:
         return call
 
     def send_all(self, queries: list[tuple[int, bytes]], deadline: Deadline) -> list[Call]:
-        """Send several queries in one packet. Raises the same errors as `start`."""
+        """Send several queries at once. Raises the same errors as `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread is still sending a request")
         try:
@@ -236,7 +236,10 @@ class Link:
             call.event.set()
 
     def drain(self) -> None:
-        """Process refusals, events and the end of the stream if they have already arrived."""
+        """Process the data that has already arrived, including the end of the stream.
+
+        Does not wait for more data.
+        """
         if not self._reading.acquire(blocking=False):
             return
         try:

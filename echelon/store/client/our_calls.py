@@ -209,7 +209,7 @@ class OurCalls(Store):
         return StoreStatistics.from_json(self._sure("statistics", b"", p.STATISTICS, b""))
 
     def _do_pipeline(self, steps: list[Step]) -> None:
-        """Send pipeline steps in batches that fit the socket buffers, to avoid a deadlock."""
+        """Send pipeline steps in batches that fit in the socket buffers, to avoid a deadlock."""
         while steps:
             queries: list[tuple[int, bytes]] = []
             size = 0

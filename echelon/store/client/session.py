@@ -3,7 +3,7 @@
 `ask` sends a query that is answered immediately. `wait` sends a query that can block and is
 cancelled at the deadline. `write` sends a query that is answered only if it is refused.
 
-A query with `can_repeat` is retried over a new link, unless quiet writes might have been lost.
+A query with `can_repeat=True` is retried over a new link, unless quiet writes might have been lost.
 `ask` retries a query at most once, and `wait` at most twice.
 """
 
@@ -34,7 +34,8 @@ class WaitCancelledError(Exception):
     """Raised when the server cancels a wait at its deadline.
 
     Attributes:
-        payload: the status of the barrier or gather, as reported by the server.
+        payload: for a barrier or gather, the server's encoded report of the arrivals so far; for
+            other waits, without meaning.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -43,7 +44,7 @@ class WaitCancelledError(Exception):
 
 
 class Session:
-    """The calls of one client over its current link. Thread-safe."""
+    """One client's session with echelon's server, over the client's current link. Thread-safe."""
 
     def __init__(self, dialer: Dialer, channel: Channel) -> None:
         self.dialer = dialer
@@ -138,7 +139,7 @@ class Session:
     def ask_all(
         self, operation: str, key: bytes, queries: list[tuple[int, bytes]], deadline: Deadline
     ) -> list[tuple[int, bytes]]:
-        """Send queries in one packet; return the status and payload of each answer.
+        """Send several queries at once; return the status and payload of each answer.
 
         Raises:
             StoreTimeoutError, StoreConnectionError: not all queries were answered.
@@ -187,7 +188,7 @@ class Session:
         """Send a query that can block; return the payload of its answer.
 
         Raises:
-            WaitCancelledError: the deadline passed and the server withdrew the wait.
+            WaitCancelledError: the deadline passed and the server cancelled the wait.
             StoreError: the server refused the query.
             StoreTimeoutError, StoreConnectionError: the query was not answered.
         """

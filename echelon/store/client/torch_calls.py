@@ -202,7 +202,7 @@ class TorchCalls(Store):
         self._ask("set_confirmed", key, request, take_pong)
 
     def _do_pipeline(self, steps: list[Step]) -> None:
-        """Send pipeline steps in batches that fit the socket buffers, to avoid a deadlock."""
+        """Send pipeline steps in batches that fit in the socket buffers, to avoid a deadlock."""
         while steps:
             window: list[tuple[Step, Read]] = []
             request: list[bytes] = []

@@ -40,7 +40,10 @@ _PARENTS_SIGNALS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if the server failed, 2 for invalid usage."""
+    """Run the command and return its exit code.
+
+    The code is 1 if the server failed, and 2 if an argument or the secret file is invalid.
+    """
     args = _parse(argv)
     has_parent_pipe = sys.stdin is not None and _is_pipe(0)
     if args.parent_only:

@@ -1,8 +1,8 @@
 """Manage the state that all connections of a server share.
 
 All methods run on the server's event loop. The hub answers waits and pushes changes to watches. A
-separate thread looks up the users of local torch clients in the kernel's socket tables. Once per
-second, the hub closes connections that have exceeded a time limit.
+separate thread reads the kernel's socket tables to find out which users run the local torch
+clients. Once per second, the hub closes connections that have exceeded a time limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Hub:
     Attributes:
         state: the keys, queues and waiters.
         limits: the limits for each peer.
-        secret: the secret shared with all members; None for an open store.
+        secret: the secret that echelon's clients must share; None if no secret is required.
         instance: random bytes that let a client detect a restarted server.
         executor: the C executor of plain commands; None without the C core.
         turns: the queue of the peers' deferred work.
@@ -135,7 +135,7 @@ class Hub:
             log.warning("store: closed %d more connections that sent invalid data", number)
 
     def close(self) -> None:
-        """Close all connections and stop the housekeeping."""
+        """Close all connections and stop the periodic checks."""
         self._log_unlogged()
         self._sweeper.cancel()
         if self._asking is not None:
@@ -167,7 +167,7 @@ class Hub:
     # Deliveries.
 
     def deliver_woken(self) -> None:
-        """Answer waiters satisfied by the last commands, for at most one time slice."""
+        """Answer the waiters that recent commands satisfied, taking at most one time slice."""
         woken = self.state.woken
         while woken:
             batch, woken[:_DELIVERED_AT_ONCE] = woken[:_DELIVERED_AT_ONCE], []
@@ -203,7 +203,7 @@ class Hub:
         return self._gathered[1]
 
     def watch(self, connection: Peer, tag: int, keys: Iterable[bytes]) -> None:
-        """Start a watch, which reports every change to the given keys to a connection.
+        """Start a watch, which notifies a connection of every change to the given keys.
 
         Raises:
             ValueError: the connection has reached its limit on watched keys.
@@ -236,7 +236,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Check whether to admit a client without the secret; call its `settle` with the result."""
+        """Determine whether to admit a client without a secret, and pass the result to `settle`."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)
@@ -252,7 +252,7 @@ class Hub:
                 self._asking = self.loop.create_task(self._ask_kernel())
 
     async def _ask_kernel(self) -> None:
-        """Look up the users of all pending local peers in the kernel's socket tables."""
+        """Find the users of all pending local peers in the kernel's socket tables."""
         try:
             while self._asked:
                 asked, self._asked = self._asked, {}
@@ -266,7 +266,10 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Disconnect peers that exceeded a time limit; end expired leases and item reservations."""
+        """Disconnect peers that exceeded a time limit, and end expired presences.
+
+        An item that has been reserved since the last call is offered to the next waiter.
+        """
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()

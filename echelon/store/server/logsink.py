@@ -36,7 +36,7 @@ class StderrSink(logging.Handler):
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Wait a short time for the queued lines to be written."""
+        """Wait briefly for the queued lines to be written."""
         try:
             self._lines.put(None, timeout=_CLOSE_S)
             self._thread.join(_CLOSE_S)

@@ -52,7 +52,8 @@ class Peer(asyncio.Protocol):
     Attributes:
         peer: "address:port" of the peer.
         standing: the stage that the peer has reached.
-        since: the loop's time at which the connection was accepted or an incomplete command began.
+        since: the loop's time at which the connection was accepted or, for a member, the latest
+            incomplete command began.
         is_inside_command: True while the last command received is incomplete.
         transcript: the bytes of the handshake (see `trust.transcript`).
         partial_bytes: the number of bytes received so far for an incomplete command.
@@ -192,7 +193,7 @@ class Peer(asyncio.Protocol):
         self._resume()
 
     def _resume(self) -> None:
-        """Deliver deferred answers, then execute deferred commands if allowed."""
+        """Deliver deferred answers; once none are left, execute deferred commands."""
         self._is_paused = self._is_choked or self._is_busy
         self.deliveries.deliver_parked()
         if not self.deliveries:
@@ -522,7 +523,7 @@ class Peer(asyncio.Protocol):
         self._parser.admitted = True
 
     def settle(self, is_allowed: bool) -> None:
-        """Admit or refuse a torch client, depending on the result of the look-up."""
+        """Admit or refuse a torch client, as determined by `Hub.look_up`."""
         if self.standing is not Standing.LOOKED_UP:
             return
         if not is_allowed:
@@ -532,5 +533,5 @@ class Peer(asyncio.Protocol):
         self._work_off()
 
     def waiter_of(self, tag: int) -> Waiter | None:
-        """Return the waiter with the given tag."""
+        """Return the peer's waiter with the given tag, or None if the peer has no such waiter."""
         return next((w for w in self.state.waiters_of(self) if w.tag == tag), None)

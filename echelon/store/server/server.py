@@ -180,7 +180,7 @@ class StoreServer:
         self.close()
 
     def admit(self, address: str) -> None:
-        """Admit torch's clients from a numeric IP address, although they lack the secret.
+        """Admit torch's clients from a numeric IP address, even though they lack the secret.
 
         Use this method only for addresses of hosts that have authenticated themselves.
         """
@@ -206,7 +206,7 @@ class StoreServer:
         self._call(lambda hub: hub.post(wire, value.encode()))
 
     def hold(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each of the keys exists, in the order of `keys`.
+        """For each of the keys, in order, return whether it exists.
 
         Raises:
             StoreError: the server is not running.
@@ -217,7 +217,7 @@ class StoreServer:
     def renew(self) -> None:
         """Disconnect all clients and drop all keys.
 
-        Earlier clients cannot write to the renewed store.
+        Clients that connected before the call cannot write to the renewed store.
 
         Raises:
             StoreError: the server is not running.
@@ -318,7 +318,7 @@ class StoreServer:
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Send the last replies, then close the loop."""
+    """Send the remaining replies, then close the loop."""
 
     async def wind_down() -> None:
         await asyncio.sleep(_WIND_DOWN_S)

@@ -69,7 +69,7 @@ def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
 
 
 def release_unless_popped(peer: Peer, message: p.Message) -> None:
-    """Release the item reserved for a peer, unless the peer's command pops it."""
+    """Release the item reserved for a peer, unless the given command pops it."""
     state = peer.state
     if message[:2] != (p.QUEUE_POP, state.promised_to[peer]):
         state.release_promise(peer)

@@ -3,8 +3,8 @@
 A connection does not prove that a process is alive. A forked child can keep a connection open, and
 a brief network failure can close a connection. A presence therefore belongs to a session, which
 identifies a client across reconnections. The presence ends when it is released or its lease
-expires. When the session's connection closes, the session's leases are shortened to a grace period,
-in which a live client can reconnect.
+expires. When the session's connection closes, the session's leases are shortened to a grace period
+during which a live client can reconnect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Leases:
         return len(self._keys_of.get(session, ()))
 
     def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
-        """Store a key that is deleted when the lease ends, unless its value is replaced first.
+        """Store a key that is deleted when its lease ends.
+
+        If the key's value is replaced before then, the key is not deleted.
 
         Raises:
             ValueError: the server has reached its limit on keys.
@@ -62,13 +64,13 @@ class Leases:
         return len(keys)
 
     def release(self, session: bytes, key: bytes) -> None:
-        """End one of a session's presences now."""
+        """End one of a session's presences immediately, without waiting for its lease to expire."""
         lease = self._leases.get(key)
         if lease is not None and lease.session == session:
             self._end(key, lease)
 
     def has_closed(self, session: bytes) -> None:
-        """Shorten a session's leases to the grace period after its last connection has closed."""
+        """Shorten the leases of a session whose last connection has closed to the grace period."""
         ends = self._now() + GRACE_S
         for key in self._keys_of.get(session, ()):
             self._leases[key].ends = min(self._leases[key].ends, ends)

@@ -362,7 +362,7 @@ class StoreState:
     # Owners.
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop a wait: undo any arrival, and remove the waiter from the lists of its keys."""
+        """Stop a wait: undo any arrival, and remove the waiter from the list of each key."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is not None and waiter in round_.arrivals:
             round_.remove(waiter)
@@ -402,7 +402,7 @@ class StoreState:
         self.release_promise(owner)
 
     def waiting_keys(self) -> dict[str, int]:
-        """Return the number of waiters for each key, including barriers and gathers."""
+        """Return the number of waiters for each key, including those in barriers and gathers."""
         waiting = {show_key(key): len(waiters) for key, waiters in self.waiting.items()}
         for key, round_ in self.rounds.items():
             waiting[show_key(key)] = waiting.get(show_key(key), 0) + len(round_.arrivals)

@@ -301,7 +301,7 @@ class Parser:
             self._shapes = _NO_SHAPES
 
     def _first_need(self, out: list[p.Message]) -> int:
-        """Start parsing the next command; return the number of bytes that it needs first."""
+        """Start parsing the next command; return the number of bytes that the first step needs."""
         assert self._steps is not None
         try:
             return next(self._steps)
@@ -395,7 +395,7 @@ class Parser:
 
 @dataclass(frozen=True, slots=True)
 class _RunShape:
-    """The byte format of a run of commands with the same query and the same lengths."""
+    """The byte format of a run of commands with the same query, key length and value length."""
 
     pattern: re.Pattern[bytes] | None
     layout: struct.Struct
@@ -423,7 +423,7 @@ def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
 
 
 def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.Message]) -> int:
-    """Extract a run of commands of equal lengths, and return where the run ends.
+    """Extract a run of commands of equal length, and return the position after the run.
 
     The first command is at `position`; each command is `record` bytes long. `key_end` is -1 if the
     commands have no values.

@@ -192,7 +192,7 @@ def tagged(query: int, tag: int, *fields: bytes | int | list[bytes]) -> bytes:
 
 
 def encode(query: int, *fields: bytes | int | list[bytes]) -> bytes:
-    """Encode one command: bytes as a string, int as i64, a list as a count followed by strings.
+    """Encode one command: bytes as a string, an int as an i64, a list as a count and its strings.
 
     In a MULTI_SET, keys and values alternate in the list, and the count is the number of pairs.
     PING and VALIDATE take a u32.

@@ -42,7 +42,7 @@ def _mac(key: bytes, number: int, data: bytes) -> bytes:
 
 
 class Sealer:
-    """The sender of one direction of a sealed stream."""
+    """The sending end of one direction of a sealed stream."""
 
     __slots__ = ("_key", "_number")
 
@@ -65,7 +65,7 @@ class Sealer:
 
 
 class Opener:
-    """The receiver of one direction of a sealed stream."""
+    """The receiving end of one direction of a sealed stream."""
 
     __slots__ = ("_held", "_key", "_number")
 

@@ -1,11 +1,12 @@
-"""Authenticate peers by a shared secret, or by the user who owns a local peer's process.
+"""Authenticate peers by a shared secret or, for local peers, by the user who runs the process.
 
 Server and client prove to each other that they hold the secret. Each proof is an HMAC-SHA256 over
 fresh nonces from both sides; the server's proof comes first. The stream after the handshake is
 sealed (see `seal`).
 
-torch's clients cannot prove that they hold the secret. They are admitted only over a loopback
-connection from a process of the server's own user (see `host.tcp_table`).
+torch's clients cannot prove that they hold the secret. They are admitted only over a connection
+within the host from a process of the server's own user (see `host.tcp_table`), or from an address
+that was admitted explicitly (see `StoreServer.admit`).
 
 An attacker who receives the server's proof could use it to test guesses of the secret. Therefore
 short secrets are refused.
