@@ -37,6 +37,7 @@ class _Stop:
 
     def __init__(self, rank: int, agreement: Agreement) -> None:
         self.has_stopped = False
+        self.has_signals = False  # chosen by the program, or by the first `should_stop`
         self.agreement = agreement
         self._wish = ""  # of this rank
         self._rank = rank
@@ -119,15 +120,16 @@ def stop_on_signals(*signals: int) -> None:
         )
     for number in signals or (signal.SIGTERM,):
         stop.handle(number)
+    stop.has_signals = True
 
 
 def should_stop() -> bool:
     """Return whether training should stop. The result becomes True at the same call on all ranks.
 
     Every rank must call this function once per step. The first call installs a handler for SIGTERM,
-    unless `stop_on_signals` or `request_stop` was called earlier. Calls do not communicate until a
-    rank has received a signal or requested a stop. Once that rank has called `should_stop`, all
-    ranks stop soon, usually within one step. If the ranks continue after the loss of a rank
+    unless `stop_on_signals` was called earlier. Calls do not communicate until a rank has received
+    a signal or requested a stop. Once that rank has called `should_stop`, all ranks stop soon,
+    usually within one step. If the ranks continue after the loss of a rank
     (`echelon.dist.resilient`), they agree on the stop again.
 
     Returns:
@@ -151,10 +153,9 @@ def should_stop() -> bool:
         >>> step < 10
         True
     """
-    stop = _current
-    if stop is None:
+    stop = _need()
+    if not stop.has_signals:
         stop_on_signals()
-        stop = _need()
     return stop.reached()
 
 

@@ -236,6 +236,23 @@ def test_a_program_that_does_not_ask_ends_by_sigterm(how, code):
     assert done.returncode == code
 
 
+_REQUESTS = """
+import os, signal
+import echelon.dist as dist
+dist.init()
+dist.request_stop("enough")
+while not dist.should_stop():
+    pass
+os.kill(os.getpid(), signal.SIGTERM)
+assert dist.stop_reason() == "rank 0: enough"
+"""
+
+
+def test_a_signal_is_handled_if_the_rank_requested_a_stop_before_it_first_asked():
+    done = subprocess.run([sys.executable, "-c", _REQUESTS], timeout=300, check=False)
+    assert done.returncode == 0
+
+
 def test_without_a_world_it_is_refused():
     with pytest.raises(ValueError, match="init"):
         dist.should_stop()
