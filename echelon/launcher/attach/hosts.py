@@ -85,7 +85,7 @@ def unpack(host: str, data: bytes, folder: Path) -> Answer:
 def ask_all(
     hosts: Sequence[str], command: Sequence[str], remote: str, gap_s: float, folder: Path
 ) -> list[Answer]:
-    """Examine the ranks on several machines concurrently.
+    """Examine the ranks on several machines concurrently, twice on each machine.
 
     Args:
         command: the command that connects to a machine, such as `ssh` with options. The host name
