@@ -38,7 +38,7 @@ _TEXTS = (
 def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> dict[str, Any]:
     """Measure an all-reduce across the job's ranks; return the results, or {"error": reason}.
 
-    On a single node, the pairs of ranks are also measured. Blocks for about two minutes at most.
+    On a single node, the pairs of ranks are also measured. Blocks for at most about two minutes.
 
     Args:
         args: the options of `echelon doctor`.
