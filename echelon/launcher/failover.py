@@ -158,7 +158,7 @@ class Failover:
 
     @property
     def is_seeking(self) -> bool:
-        """True while this node searches for a new hosting node after the loss of the previous one."""
+        """True while this node searches for a new hosting node after a loss."""
         return self._standby.candidacy is not None
 
     @property
@@ -281,7 +281,7 @@ class Failover:
 def first_succession(
     options: Options, standby: Standby, hosting: Hosting, job_id: str
 ) -> Succession:
-    """Create the failover logic of a job's first hosting node, which at first is the only elector."""
+    """Create the failover logic of the first hosting node, which is initially the only elector."""
     meeting = options.rendezvous
     assert meeting is not None
     name = options.node_name

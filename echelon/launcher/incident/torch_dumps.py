@@ -2,8 +2,8 @@
 
 Torch writes a rank's dump to `<prefix><rank>` when its watchdog detects that an operation has timed
 out. With the NCCL or XCCL backend, torch also writes a dump when data arrives on the pipe
-`<prefix><rank>.pipe`. The launcher chooses the two prefixes unless the user has set them. The Gloo
-backend records operations but never writes a dump.
+`<prefix><rank>.pipe`. The launcher chooses the prefixes of the dump and the pipe, unless the user
+has set them. The Gloo backend records operations but never writes a dump.
 """
 
 from __future__ import annotations

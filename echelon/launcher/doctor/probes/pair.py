@@ -158,8 +158,8 @@ def _ping(server: socket.socket) -> tuple[list[float], float]:
 def _transfer(server: socket.socket, trip_s: float, *, is_upload: bool) -> float:
     """Return the bandwidth in one direction, in bytes per second.
 
-    If `is_upload` is true, the listener uploads data to this host. Otherwise, this host uploads data
-    to the listener.
+    If `is_upload` is true, the listener uploads data to this host. Otherwise, this host uploads
+    data to the listener.
     """
     length = _SMALLEST
     while (took_s := _pass(server, length, is_upload)) < _ENOUGH_S + trip_s and length < _LARGEST:
