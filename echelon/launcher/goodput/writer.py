@@ -15,7 +15,7 @@ from echelon.launcher.goodput.facts import Job, write_job
 
 
 class Writer:
-    """A background writer, which writes the newest version of a job's time record to a file.
+    """A background writer that saves the newest version of a job's time record.
 
     Attributes:
         took_s: how long the last write took, in seconds.
