@@ -1,4 +1,4 @@
-"""Learn a time limit for one call site in a group, or for one phase, from past durations.
+"""Learn time limits for one call site in a group, or for one phase, from past durations.
 
 A history provides two limits:
 
