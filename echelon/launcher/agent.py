@@ -265,7 +265,7 @@ class _Agent:
 
     @property
     def where_rings_lie(self) -> str:
-        """A phrase that tells the user where the rings are; "" if in the run directory."""
+        """A phrase that tells the user where the rings are; "" if they are in the run directory."""
         return self._node.where_rings_lie
 
     def run(self) -> None:
@@ -303,7 +303,7 @@ class _Agent:
         self._terminal.say(f"still trying to reach the coordinator: {why}")
 
     def _coordinate(self) -> float:
-        """Let the failover and the coordinator do their due work, if this node runs them.
+        """Run one step of the failover and one of the coordinator, if this node runs them.
 
         Return the `time.monotonic` time at which to call this method again.
         """

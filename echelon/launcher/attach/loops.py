@@ -67,7 +67,7 @@ def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, F
 
 
 def _loop_left(behind: Frame, within: Frame, source: str) -> int:
-    """Return the number of the line on which the loop that `behind` has left starts.
+    """Return the first line number of the loop that `behind` has left.
 
     This is the innermost loop that contains `within` but ends before `behind`. Return 0 if there
     is no such loop.

@@ -312,7 +312,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Compare the nodes' software versions; yield one result, or one per node on a difference."""
+    """Compare software versions across nodes; yield one result, or one per node if any differ."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")

@@ -1,9 +1,8 @@
 """Measure all nodes and pairs of nodes.
 
-The hosting node requests the probes, and every node runs those that it is asked to run. First, all
-nodes measure their own disk, memory and devices at the same time. Then the pairs are measured in
-rounds, in which no node takes part in more than one measurement. A node that does not answer counts
-as broken.
+The hosting node tells each node which probes to run. First, all nodes measure their own disk,
+memory and devices at the same time. Then the pairs are measured in rounds, in which no node takes
+part in more than one measurement. A node that does not answer counts as broken.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Outcome:
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 
     def costs(self) -> dict[str, dict[Pair, float]]:
-        """Return two costs of each working pair, keyed first by "latency" or "bandwidth".
+        """Return the cost of each working pair, separately under "latency" and "bandwidth".
 
         The "latency" cost is the latency in seconds. The "bandwidth" cost is the inverse of the
         bandwidth in the slower direction, in seconds per byte.
@@ -56,7 +56,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, what is slow) for each slow member and pair, and each host's slow disk."""
+        """Yield (name, what is slow) for each slow member or pair, and each host's slow disk."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)

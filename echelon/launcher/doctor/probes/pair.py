@@ -117,7 +117,7 @@ def probe_pair(task: Task) -> Finding:
 
 
 def _measure(task: Task) -> dict[str, float]:
-    """Return the latency and bandwidths of the link, and the offset of the listener's clock.
+    """Return the link's latency, its bandwidth in each direction, and the clock offset.
 
     Raises:
         OSError: the connection failed, or an answer did not arrive in time.
