@@ -203,7 +203,7 @@ class Failover:
         )
 
     def _take_over(self, candidacy: Candidacy, mandate: Mandate) -> Link:
-        """Begin to take over as the host, and start accepting connections from the other nodes."""
+        """Begin to take over as the hosting node, and accept connections from the other nodes."""
         name = self._hello.node
         member = mandate.member(name)
         assert member is not None
@@ -237,7 +237,7 @@ class Failover:
         return self.hosting.link
 
     def greet(self, link: Link, node: NodeAgent) -> None:
-        """Report this node's state to the new host."""
+        """Report this node's state to the new hosting node."""
         if self._takeover is not None:
             link.send(replace(self._hello, holds=node.attempt))
         node.report_again()
@@ -245,7 +245,7 @@ class Failover:
     # ---- as the host ----
 
     def step(self, node: NodeAgent) -> None:
-        """Continue a takeover; once this node is the host, extend the permit of its own ranks."""
+        """Continue a takeover or, once it is complete, extend the permit of this node's ranks."""
         hosting, takeover = self.hosting, self._takeover
         if hosting is None:
             return

@@ -220,7 +220,7 @@ def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
 
 
 def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
-    """Return whether a process has merely inherited a rank's environment."""
+    """Return whether a process is not a rank itself, but has inherited a rank's environment."""
     return any(
         above in found and (found[above].job, found[above].rank) == (one.job, one.rank)
         and found[above].pid != one.pid

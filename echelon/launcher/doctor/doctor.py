@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Return the results of the checks across nodes; an empty iterator if no endpoint is given.
+    """Return the results of the checks between nodes; an empty iterator if no endpoint is given.
 
     Raises:
         ValueError: the options are invalid or incomplete.

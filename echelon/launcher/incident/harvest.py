@@ -81,7 +81,7 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Collect black boxes like `harvest`, but yield the seconds to wait instead of waiting.
+    """Collect black boxes as `harvest` does, but yield the seconds to wait instead of waiting.
 
     Args:
         is_urgent: a function that returns whether to stop waiting early.

@@ -45,7 +45,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """An early examination that is now due."""
+    """An early examination that has become due."""
 
     reason: str
 

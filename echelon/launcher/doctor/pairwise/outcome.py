@@ -83,7 +83,7 @@ class Outcome:
         return f"{self.names[pair[0]]} - {self.names[pair[1]]}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serializable form, which `--json` prints."""
+        """Return the measurements in a JSON-serializable form, which `--json` prints."""
         return {
             "hosts": self.hosts,
             "names": self.names,
