@@ -28,7 +28,7 @@ _EXTRA_S = 60.0  # for the login, and the start of Python
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One machine's answer, which contains the result of its examination or an error message."""
+    """One machine's answer: the result of examining the machine's ranks, or an error message."""
 
     host: str
     sighting: Sighting | None = None

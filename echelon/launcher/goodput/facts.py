@@ -120,7 +120,7 @@ def write_job(job: Job, run_dir: Path) -> None:
 
 
 def read_job(run_dir: Path) -> Job:
-    """Read the record of how a job spends its time from a run directory.
+    """Read, from a run directory, the record of how the job spends its time.
 
     Raises:
         ValueError: the file is missing or damaged, or has a newer format.

@@ -28,7 +28,7 @@ _GRACE_S = 5.0  # beyond a probe's own deadline, for the answer to arrive
 
 
 def own_tasks(folder: str) -> list[Task]:
-    """Return the probes of a node's own disk, memory and devices."""
+    """Return the probes for a node's own disk, memory and devices."""
     return [Task(probe=STORAGE, folder=folder), Task(probe=MEMORY), Task(probe=DEVICE)]
 
 

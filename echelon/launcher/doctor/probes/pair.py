@@ -8,8 +8,8 @@ One host listens on a free port, and the other host takes measurements by sendin
     b"u" length      9 bytes; the answer is `length` bytes
 
 The bandwidth measurement starts with 64 KiB of data and doubles the amount until a transfer takes
-50 ms. Slow and fast links are therefore measured in about the same time. The result is based on the
-duration of the fastest of three transfers of the final size, minus one round trip.
+at least 50 ms. Slow and fast links are therefore measured in about the same time. The result is
+based on the duration of the fastest of three transfers of the final size, minus one round trip.
 """
 
 from __future__ import annotations
