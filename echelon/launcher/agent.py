@@ -167,7 +167,7 @@ def _take_part(
     terminal: Terminal,
     stack: contextlib.ExitStack,
 ) -> int:
-    """Run this node's workers for a coordinator on another node.
+    """Run this node's workers under a coordinator that runs on another node.
 
     Return this launcher's exit code.
     """
@@ -265,7 +265,7 @@ class _Agent:
 
     @property
     def where_rings_lie(self) -> str:
-        """A phrase that names the rings' folder for the user; "" if it is the run directory."""
+        """A phrase that tells the user where the rings are; "" if they are in the run directory."""
         return self._node.where_rings_lie
 
     def run(self) -> None:
@@ -294,7 +294,7 @@ class _Agent:
             self._pump(max(0.0, until - time.monotonic()))
 
     def _explain_dialling(self) -> None:
-        """Print why the coordinator cannot be reached, first after 10 s and then every 40 s."""
+        """Print why the coordinator is unreachable, after the first 10 s and then every 40 s."""
         now_s = time.monotonic()
         if self._link.is_connected or now_s < self._next_reason_s:
             return
@@ -303,7 +303,7 @@ class _Agent:
         self._terminal.say(f"still trying to reach the coordinator: {why}")
 
     def _coordinate(self) -> float:
-        """Advance the failover and the coordinator, if this node runs them.
+        """Run one step of the failover and one of the coordinator, if this node runs them.
 
         Return the `time.monotonic` time at which to call this method again.
         """
@@ -323,7 +323,7 @@ class _Agent:
         self._link.send(event)
 
     def _seek(self) -> bool:
-        """Continue any ongoing search for another host.
+        """Continue the search for a new hosting node, if one is in progress.
 
         Return False once the search has failed.
         """
@@ -394,7 +394,10 @@ class _Agent:
         self.over = m.Over(exit_code=code, ended_by=decide.EndedBy.SIGNAL.value)
 
     def _obey(self) -> bool:
-        """Execute the coordinator's commands; return False if this node must stop on its own."""
+        """Execute the coordinator's commands.
+
+        Return False if the coordinator is lost and this node must stop without it.
+        """
         for command in self._link.take():
             if command is None:
                 why = getattr(self._link, "lost_because", "")
@@ -407,7 +410,7 @@ class _Agent:
     def _lose_host(self, why: str) -> bool:
         """Handle the loss of the coordinator.
 
-        Return whether this node can still find another host.
+        Return whether this node can still find a new hosting node.
         """
         self.lost_because = why
         failover = self._failover
@@ -444,7 +447,7 @@ class _Agent:
             self.over = command
 
     def _stop_alone(self, why: str) -> None:
-        """Save this node's diagnostics and stop its workers without a coordinator.
+        """Save this node's diagnostics and stop its workers, because the coordinator is lost.
 
         The workers get the usual grace period to save their state.
         """
@@ -484,10 +487,10 @@ def _nodes(options: Options) -> str:
 
 @contextlib.contextmanager
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
-    """Catch signals and write each signal's number to a pipe as a byte; yield the pipe's read end.
+    """Catch the given signals, except those already ignored; yield the read end of a pipe.
 
-    After the context exits, these signals are ignored, so that a repeated signal cannot change the
-    job's exit code.
+    The number of each caught signal is written to the pipe as one byte. After the context exits,
+    the caught signals are ignored, so that a repeated signal cannot change the job's exit code.
     """
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     # An ignored signal stays ignored: nohup, or a shell's background job.

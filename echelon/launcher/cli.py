@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Connect closed standard streams to /dev/null, so that no file gets descriptors 0 to 2."""
+    """Connect closed standard streams to /dev/null, so that no other file gets descriptors 0-2."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             fd = os.open(os.devnull, os.O_RDWR)

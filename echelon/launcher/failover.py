@@ -1,8 +1,9 @@
-"""Make a node follow the host, and replace the host if it is lost.
+"""Make a node follow the hosting node, and replace the hosting node if it is lost.
 
-Each heartbeat from the host extends the permit that allows this node's ranks to run. The guard
-kills the ranks when the permit expires. If the host is lost, the node takes a snapshot of its
-ranks, stops them and searches for another host. If the node itself is elected, it becomes the host.
+Each heartbeat from the hosting node extends the permit that allows this node's ranks to run. The
+guard kills the ranks when the permit expires. If the hosting node is lost, this node takes a
+snapshot of its ranks, stops them and searches for a new hosting node. If the electors elect this
+node, it becomes the hosting node.
 
     following --link lost--> seeking --another is elected--> following
                                      --elected--> taking over --lease held--> hosting
@@ -46,10 +47,10 @@ class Failover:
     """The failover logic of one node.
 
     Args:
-        hello: the network message with which this node introduces itself to a host.
+        hello: the network message with which this node introduces itself to a hosting node.
 
     Attributes:
-        hosting: the services that this node runs as the host; None until it becomes the host.
+        hosting: the services that this node runs once it is the hosting node; None before that.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Failover:
     # ---- with a host ----
 
     def on_command(self, command: m.Command, link: Link, node: NodeAgent) -> bool:
-        """Handle a command if it concerns failover; return whether it is completely handled."""
+        """Handle a command if it concerns failover; return whether nothing is left to be done."""
         if isinstance(command, m.LeaseBeat):
             self._give_up_s = None
             link.send(self._standby.on_beat(command))
@@ -94,7 +95,7 @@ class Failover:
         return False
 
     def _prepare(self, node: NodeAgent) -> None:
-        """Kill any ranks that are still running, and set the permit of the ranks to be started."""
+        """Kill any ranks that are still running, and set the permit for the ranks to come."""
         if node.has_workers:
             node.kill()
             node.clear_up()
@@ -107,7 +108,7 @@ class Failover:
         self._extend(until_s, self._world_term, node)
 
     def _extend(self, until_s: float, term: int, node: NodeAgent) -> None:
-        """Extend this node's permit, unless its ranks were started in another election term."""
+        """Extend this node's permit, unless its ranks were started in a term other than `term`."""
         if node.has_workers and term != self._world_term:
             return
         if until_s > self._fence_s + _LEAST_MOVE_S:
@@ -117,7 +118,10 @@ class Failover:
     # ---- without one ----
 
     def lose_host(self, why: str, node: NodeAgent) -> bool:
-        """Start the search for another host; return False if the host cannot be replaced."""
+        """Start or continue the search for a new hosting node.
+
+        Return False if the hosting node cannot be replaced or the search has taken too long.
+        """
         mandate = self._standby.mandate
         if mandate is None or not mandate.survives_host or mandate.member(self._hello.node) is None:
             return False
@@ -139,7 +143,7 @@ class Failover:
         return True
 
     def is_overdue(self) -> bool:
-        """Return whether the host counts as lost although the link to it is still open.
+        """Return whether the hosting node counts as lost although the link to it is still open.
 
         Call this on each iteration of the event loop.
         """
@@ -154,12 +158,12 @@ class Failover:
 
     @property
     def is_seeking(self) -> bool:
-        """True while this node searches for another host after the loss of its host."""
+        """True while this node searches for a new hosting node after a loss."""
         return self._standby.candidacy is not None
 
     @property
     def has_given_up(self) -> bool:
-        """True if the time limit of this node's search for another host has expired."""
+        """True if the time limit for this node's search for a new hosting node has expired."""
         return self._give_up_s is not None and time.monotonic() >= self._give_up_s
 
     def deadline_s(self) -> float:
@@ -169,9 +173,9 @@ class Failover:
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue the search for a host; return a link to the new host once it is found.
+        """Continue the search for a new hosting node; return a link to it once it is found.
 
-        The new host may be this node itself.
+        This node itself may be the new hosting node.
         """
         candidacy = self._standby.seek()
         if candidacy is None or not (candidacy.found or candidacy.is_elected):
@@ -199,7 +203,7 @@ class Failover:
         )
 
     def _take_over(self, candidacy: Candidacy, mandate: Mandate) -> Link:
-        """Begin to take over as the host, and start accepting connections from the other nodes."""
+        """Begin to take over as the hosting node, and accept connections from the other nodes."""
         name = self._hello.node
         member = mandate.member(name)
         assert member is not None
@@ -233,7 +237,7 @@ class Failover:
         return self.hosting.link
 
     def greet(self, link: Link, node: NodeAgent) -> None:
-        """Report this node's state to the new host."""
+        """Report this node's state to the new hosting node."""
         if self._takeover is not None:
             link.send(replace(self._hello, holds=node.attempt))
         node.report_again()
@@ -241,7 +245,7 @@ class Failover:
     # ---- as the host ----
 
     def step(self, node: NodeAgent) -> None:
-        """Continue a takeover; once this node is the host, extend the permit of its own ranks."""
+        """Continue a takeover or, once it is complete, extend the permit of this node's ranks."""
         hosting, takeover = self.hosting, self._takeover
         if hosting is None:
             return
@@ -277,7 +281,7 @@ class Failover:
 def first_succession(
     options: Options, standby: Standby, hosting: Hosting, job_id: str
 ) -> Succession:
-    """Create the failover logic of a job's first host, which is initially the only elector."""
+    """Create the failover logic of the first hosting node, which is initially the only elector."""
     meeting = options.rendezvous
     assert meeting is not None
     name = options.node_name

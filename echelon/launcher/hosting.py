@@ -1,7 +1,7 @@
-"""Run the services of the host: the store and the coordinator.
+"""Run the services of the hosting node: the store and the coordinator.
 
 The node that owns the endpoint starts these services at the beginning of the job. A node that is
-elected as the new host starts the services after the election.
+elected as the new hosting node starts the services after the election.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Hosting:
-    """The services that a launcher runs as the host.
+    """The services that the launcher of the hosting node runs.
 
     Args:
         options: the launcher's options, with this node's address as the rendezvous.

@@ -31,7 +31,7 @@ def raise_descriptor_limit(num_ranks: int, num_links: int) -> None:
 
     Args:
         num_ranks: the number of ranks on this node.
-        num_links: the number of connections to other nodes for the first world; 0 for a
+        num_links: the number of connections to other nodes that the first world requires; 0 for a
             single-node job.
 
     Raises:

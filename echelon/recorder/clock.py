@@ -2,8 +2,8 @@
 
 Ranks on the same host share the kernel's clock, so the offset between them is 0. Between hosts, the
 offset is measured by round trips, as in NTP. Rank 0 reads its clock during the round trip, so the
-midpoint of the round trip is the best estimate of that moment, and half of the round trip bounds
-the error. The shortest round trip is used.
+midpoint of the round trip is the best estimate of that moment, and half of the round-trip time
+bounds the error. The shortest round trip is used.
 
 Between hosts, the offset is measured once, when the world is created. Monotonic clocks drift apart
 by a few microseconds per second, so the offset becomes inaccurate over time. If stamps contradict

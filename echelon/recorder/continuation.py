@@ -28,10 +28,11 @@ _MOST_NAMED = 64  # ranks in a notice, so that it fits into one write to the sto
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
-    """The ranks of an attempt between two losses. A newer epoch replaces all earlier epochs.
+    """The ranks that continue an attempt after a loss or together with joining ranks.
 
-    An epoch with `joins` does not follow a loss. The ranks of the previous epoch finish their step
-    and then enter the new epoch together with the joining ranks.
+    A newer epoch replaces all earlier epochs. An epoch with `joins` does not follow a loss. The
+    ranks of the previous epoch finish their step and then enter the new epoch together with the
+    joining ranks.
 
     Attributes:
         number: the epoch's number, counting from 1. Epoch 0, in which the attempt begins, is not
@@ -41,14 +42,14 @@ class Epoch:
         done: the ranks that have finished all steps.
         left: the ranks that exited before their last step. If this list is not empty, no rank can
             continue.
-        joins: the ranks of the roster that join in this epoch to replace lost ranks.
+        joins: the ranks of the roster that join at the start of this epoch to replace lost ranks.
         dismissed: the ranks that were waiting to join but must exit, because the other ranks have
             finished.
         withdraws: the earlier epoch whose admissions this epoch cancels, because ranks died before
             they joined; 0 if none. A rank that has not yet reached the gate of the earlier epoch is
             not affected, and enters this epoch at the end of a step.
         lives: for each replaced rank of the roster, how many earlier processes ran as this rank, as
-            [rank, number]. A process that is cut off can outlive its replacement.
+            [rank, number]. An earlier process that is cut off may still be running.
     """
 
     number: int
@@ -62,7 +63,7 @@ class Epoch:
     lives: tuple[tuple[int, int], ...] = ()
 
     def life_of(self, rank: int) -> int:
-        """Return how many processes ran as a rank before its process in this epoch."""
+        """Return how many earlier processes ran as a rank; 0 if the rank was never replaced."""
         return dict(self.lives).get(rank, 0)
 
     def pack(self) -> str:

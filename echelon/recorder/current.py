@@ -5,9 +5,9 @@ ECHELON_RECORD_DIR names. Without such a folder, or with ECHELON_RECORDER_SIZE=0
 recorder, and calls to `span`, `step` and `watch` record nothing.
 
 [Note: who may record] A ring belongs to one process. After a fork, the recorder is switched off in
-the child. A process does not record if it finds the ring file of a live process. A process that was
-started by multiprocessing, such as a DataLoader's worker, does not record unless it joins a world
-as a rank. It then records in a subfolder of its parent's folder.
+the child. A process does not record if the ring file in its folder belongs to a live process. A
+process that was started by multiprocessing, such as a DataLoader's worker, does not record unless
+it joins a world as a rank. It then records in a subfolder of its parent's folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _open_lock = threading.Lock()
 
 
 def current() -> Recorder | None:
-    """Return this process's recorder, or None if it does not record.
+    """Return this process's recorder; None if the process does not record.
 
     The first call opens the recorder.
     """

@@ -1,6 +1,6 @@
 """Implement `fr-analyze --attach`, which explains the state of a running job.
 
-The job can have been started by any launcher, such as torchrun. The exit code is 0 if the job is
+The job may have been started by any launcher, such as torchrun. The exit code is 0 if the job is
 making progress, 1 if there is a finding, and 2 if no rank is found or an argument is invalid.
 """
 

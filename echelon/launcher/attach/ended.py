@@ -1,4 +1,4 @@
-"""Detect ranks that end during the examination, and determine how each of them ended.
+"""Detect ranks that end while a job is being examined, and determine how each of them ended.
 
 The kernel keeps the exit status of a process until its parent reaps the process. After that, only
 the launcher's output shows how the process ended.

@@ -28,7 +28,7 @@ _EXTRA_S = 60.0  # for the login, and the start of Python
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One machine's answer, which contains the result of its examination or an error message."""
+    """One machine's answer: the result of examining the machine's ranks, or an error message."""
 
     host: str
     sighting: Sighting | None = None
@@ -85,7 +85,7 @@ def unpack(host: str, data: bytes, folder: Path) -> Answer:
 def ask_all(
     hosts: Sequence[str], command: Sequence[str], remote: str, gap_s: float, folder: Path
 ) -> list[Answer]:
-    """Examine the ranks on several machines concurrently.
+    """Examine the ranks on several machines concurrently, twice on each machine.
 
     Args:
         command: the command that connects to a machine, such as `ssh` with options. The host name

@@ -42,7 +42,7 @@ class Sighting:
         went_on: the waiting ranks that made progress between the two examinations.
         changed: the ranks whose main thread made progress between the two examinations.
         left: the waiting ranks that have left a loop, each paired with a rank still inside it.
-        ended: how ranks ended between the two examinations, keyed by rank; "" if unknown.
+        ended: for each rank that ended between the two examinations, how it ended; "" if unknown.
     """
 
     records: tuple[Record, ...]

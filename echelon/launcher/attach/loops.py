@@ -67,9 +67,10 @@ def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, F
 
 
 def _loop_left(behind: Frame, within: Frame, source: str) -> int:
-    """Return the first line of the innermost loop that contains `within` but ends before `behind`.
+    """Return the first line number of the loop that `behind` has left.
 
-    Return 0 if no loop matches.
+    This is the innermost loop that contains `within` but ends before `behind`. Return 0 if there
+    is no such loop.
     """
     tree = _parsed(source)
     scope = None if tree is None else _scope(tree, within)

@@ -17,14 +17,14 @@ _WAKES_PER_S = 2.0  # a wait that only checks its deadline wakes less often than
 
 @dataclass(frozen=True, slots=True)
 class Wakes:
-    """A main thread's number of waits, and its processor time in clock ticks."""
+    """How often a main thread has waited, and its processor time in clock ticks."""
 
     waits: int
     ticks: int
 
 
 def wakes(pid: int) -> Wakes | None:
-    """Return the counters of a process's main thread; None if the process has exited."""
+    """Return the waits and processor time of a main thread; None if its process has exited."""
     status = read_text(f"/proc/{pid}/task/{pid}/status", "status", [])
     stat = read_text(f"/proc/{pid}/task/{pid}/stat", "stat", []).rpartition(")")[2].split()
     _, found, rest = status.partition("\nvoluntary_ctxt_switches:")

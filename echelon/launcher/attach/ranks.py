@@ -69,7 +69,7 @@ class FoundRank:
 
     @property
     def is_whole_world_here(self) -> bool:
-        """True if the launcher started every rank of the world on this machine."""
+        """True if the environment shows that all ranks of the world are on this machine."""
         if self.environ.get("ECHELON_ON_LOSS") == REPLACE and not _is_on_loopback(self.environ):
             return False  # ranks of a node that connected later may have joined
         local = self.environ.get("LOCAL_WORLD_SIZE", "")
@@ -105,7 +105,7 @@ def find_ranks(pids: Iterable[int] | None = None) -> Search:
 
 
 def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
-    """Return the rank that a process's environment describes, or None."""
+    """Return the rank that a process's environment describes; None if it describes none."""
     refused: list[str] = []
     environ = environment(pid, refused)
     if "ECHELON_STANDBY" in environ and _name(pid) == _STANDBY:
@@ -220,7 +220,7 @@ def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
 
 
 def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
-    """Return whether a process has merely inherited a rank's environment."""
+    """Return whether a process is not a rank itself, but has inherited a rank's environment."""
     return any(
         above in found and (found[above].job, found[above].rank) == (one.job, one.rank)
         and found[above].pid != one.pid
@@ -229,7 +229,7 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a rank's descendants include ranks started by another kind of launcher."""
+    """Return whether a rank has itself started ranks, through a launcher of a different kind."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 

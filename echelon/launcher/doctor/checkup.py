@@ -78,7 +78,8 @@ def check_nodes(
 ) -> Iterator[Result]:
     """Run this node's part of the checks; yield the results, which are the same on all nodes.
 
-    Waits up to `timeout_s` seconds for the nodes to connect, and then about 30 s for their answers.
+    Waits up to `timeout_s` seconds for the nodes to connect, and then up to about 30 s for their
+    answers.
 
     Args:
         folder: the folder in which this node will store the job's files.
@@ -175,7 +176,7 @@ class Host:
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
     ) -> tuple[str, T] | None:
-        """Wait for the next event of type `kind` that `fits` accepts; discard earlier events.
+        """Wait for the next event of type `kind` that `fits` accepts; discard all events before it.
 
         Return None if no such event arrives before the deadline.
         """
@@ -311,7 +312,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Compare the nodes' software versions; yield one result, or one per node if they differ."""
+    """Compare software versions across nodes; yield one result, or one per node if any differ."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")

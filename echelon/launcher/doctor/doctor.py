@@ -1,4 +1,4 @@
-"""Run `echelon doctor`: check whether this machine is fit for a job.
+"""Run `echelon doctor`: check whether this machine is fit to run a job.
 
 Each check prints one line. If --rdzv-endpoint is given on every node, the nodes also check the
 links between them. With --pairwise, the nodes also measure these links.
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Return the results of the checks across nodes; an empty iterator if no endpoint is given.
+    """Return the results of the checks between nodes; an empty iterator if no endpoint is given.
 
     Raises:
         ValueError: the options are invalid or incomplete.
@@ -142,7 +142,7 @@ def _checks(endpoint: str | None) -> Iterator[Check]:
 
 
 def python() -> Check:
-    """Report the Python interpreter and the version of echelon."""
+    """Report the version and path of the Python interpreter, and the version of echelon."""
     version = ".".join(map(str, sys.version_info[:3]))
     return Check("python", f"{version} ({sys.executable}), echelon {__version__}")
 

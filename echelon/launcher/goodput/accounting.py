@@ -14,7 +14,7 @@ below. The times of a rank add up exactly to the job's time.
     idle        the rank had ended, or was not part of the world
     unmarked    the program ran but marked no steps
 
-[Note: step numbers after a restart] After a restart, a program can continue with its checkpoint's
+[Note: step numbers after a restart] After a restart, a program may continue from its checkpoint's
 step number, or start again at 0. If an attempt has loaded a checkpoint and begins at step 0 or 1,
 its steps are assumed to follow the step of the newest earlier checkpoint.
 """

@@ -94,7 +94,7 @@ class Book:
         return now
 
     def write(self) -> None:
-        """Request that the file be written. If a write has failed, print the first error once."""
+        """Request that the file be written. If a write has failed, print why, but only once."""
         self._writer.put(self.snapshot())
         took_s = max(_EVERY_S, self._writer.took_s / _MAX_SHARE)
         self._due_ns = self.now_ns() + int(took_s * 1e9)

@@ -1,4 +1,4 @@
-"""Define the record of a job's time, and the file that contains it.
+"""Define the record of how a job spends its time, and the file that contains the record.
 
 All timestamps are in nanoseconds since the job began, on the hosting node's monotonic clock. A
 *lap* is one or more consecutive steps of a rank. A lap also records how long its steps waited for
@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """A rank's times spent blocked in communication, handling checkpoints, and waiting for data."""
+    """How long a rank was blocked in communication, handled checkpoints, and waited for data."""
 
     waited_ns: int = 0
     checkpoint_ns: int = 0
@@ -96,7 +96,7 @@ class Attempt:
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """The record of a job's time."""
+    """The record of how a job spends its time."""
 
     job_id: str
     now_ns: int = 0  # the job's end, or when this was written
@@ -106,7 +106,7 @@ class Job:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of all attempts."""
+        """The numbers of all ranks that took part in any attempt, in ascending order."""
         return sorted({rank for attempt in self.attempts for rank in attempt.runs})
 
 
@@ -120,7 +120,7 @@ def write_job(job: Job, run_dir: Path) -> None:
 
 
 def read_job(run_dir: Path) -> Job:
-    """Read the record of a job's time from a run directory.
+    """Read, from a run directory, the record of how the job spends its time.
 
     Raises:
         ValueError: the file is missing or damaged, or has a newer format.

@@ -1,4 +1,6 @@
-"""Write a job's record on a separate thread, so that a hung file system cannot block the launcher.
+"""Write a job's time record on a separate thread.
+
+A file system that hangs therefore cannot block the launcher.
 
 If several versions of the record are waiting to be written, only the newest version is written.
 """
@@ -13,7 +15,7 @@ from echelon.launcher.goodput.facts import Job, write_job
 
 
 class Writer:
-    """A background writer of a job's latest record to a run directory.
+    """A background writer that saves the newest version of a job's time record.
 
     Attributes:
         took_s: how long the last write took, in seconds.
@@ -30,7 +32,7 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
-        """Request that a job's record be written. Never blocks on the disk."""
+        """Request that a version of the time record be written. Never blocks on the disk."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name="echelon-account", daemon=True)

@@ -2,8 +2,8 @@
 
 The analysis of thousands of ranks can take a minute and gigabytes of memory, and can fail. It
 therefore runs in a child process with a memory limit and, if requested, a low priority. The child
-process is started when the collection of an incident begins, so that its imports are complete by
-the time the collection ends. A restart waits only a few seconds for the result.
+process is started when the collection of an incident's dumps begins, so that its imports are
+complete by the time the collection ends. A restart waits only a few seconds for the result.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}
@@ -53,7 +53,7 @@ class Explanation:
         return found if isinstance(found, dict) else None
 
     def keep(self, incident: Path, line: str = "") -> None:
-        """Write verdict.json and verdict.txt, with `line` appended, to the incident's folder.
+        """Write verdict.json and verdict.txt to the incident's folder; append `line` to the latter.
 
         Raises:
             OSError: the files cannot be written.

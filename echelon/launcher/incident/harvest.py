@@ -1,13 +1,13 @@
 """Collect the black boxes of a node's ranks, and the host's facts about each process.
 
     1. Examine every live process once: its ring and its files in /proc.
-    2. Read the stacks from outside, which does not disturb the processes. Also examine the
+    2. Read the stacks from outside the processes, which does not disturb them. Also examine the
        processes' descendants, such as loader workers and compilers.
     3. Send a signal only to processes whose stacks could not be read, and wait briefly for an
        answer.
     4. Examine each process again, and read every ring.
     5. For a stall, repeat these steps up to two seconds later (`second_look_s`). A rank that has
-       made progress is slow, and a rank that has not made progress is stuck.
+       made progress since the first time is slow, and a rank that has not is stuck.
 
 A signal interrupts the system call in which a thread is waiting, and can end the hang that is being
 examined. Signals are therefore a last resort, and `HostFacts.stacks_from` records their use.
@@ -57,7 +57,7 @@ def second_look_s(stall_timeout_s: float) -> float:
 def harvest(
     workers: Sequence[Worker], occasion: Occasion, idle: Callable[[float], None]
 ) -> list[Record]:
-    """Collect the black boxes of this node's workers, in the order of `workers`.
+    """Collect the black boxes of this node's workers; return them in the order of `workers`.
 
     The collection usually takes about one second. The maximum is about nine seconds, or twelve if
     dumps are requested from torch. For a stall, the processes are examined again after 2 s.
@@ -81,7 +81,7 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Collect black boxes like `harvest`, but yield the seconds to wait instead of waiting.
+    """Collect black boxes as `harvest` does, but yield the seconds to wait instead of waiting.
 
     Args:
         is_urgent: a function that returns whether to stop waiting early.
@@ -117,7 +117,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read each process's stacks from outside or, if that fails, request them with a signal."""
+    """Read the stacks of each process from outside it; if that fails, request them by a signal."""
     yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return

@@ -1,4 +1,4 @@
-"""Read one worker's stacks from outside or, if that fails, request them with a signal.
+"""Read a worker's stacks from outside its process or, failing that, request them with a signal.
 
 A signal interrupts the system call in which a thread is waiting, and can end the hang that is being
 examined. Signals are therefore a last resort, and `HostFacts.stacks_from` records their use.
@@ -35,7 +35,7 @@ class Stacks:
         self._seen = (0, 0.0)
 
     def ask(self) -> None:
-        """Request the stacks with a signal, unless they were read from outside."""
+        """Request the stacks with a signal, unless `spy` has read them."""
         identity = self._identity
         if self._spied or not identity.stack_signal or not self._can_answer():
             return
@@ -66,7 +66,7 @@ class Stacks:
         return size > self._from and time.monotonic() - since > _SETTLED_S
 
     def spy(self) -> None:
-        """Read the stacks from outside, if possible. Can be called on another thread."""
+        """Read the stacks from outside the process, if possible. Can be called on any thread."""
         denied: list[str] = []
         self._spied = spy_stacks(self._pid, denied=denied)
         if self._wants_native:
@@ -74,7 +74,7 @@ class Stacks:
         self.not_permitted = (TRACING,) if denied else ()
 
     def text(self) -> str:
-        """Return the stacks that were read from outside, or else the answer to the signal."""
+        """Return the stacks that `spy` has read, or else the answer to the signal."""
         return self._spied or (_text_from(self._path, self._from) if self._asked else "")
 
     def origin(self) -> str:

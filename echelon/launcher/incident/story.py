@@ -155,5 +155,5 @@ def _shortened(block: list[str]) -> list[str]:
 
 
 def _clean(line: str) -> str:
-    """Remove control characters and the rank prefix that torch adds to its lines."""
+    """Return a line without control characters and without the rank prefix that torch adds."""
     return _TORCHS_PREFIX.sub("", _CONTROL.sub("", line), count=1)[:_MAX_LINE_CHARS]

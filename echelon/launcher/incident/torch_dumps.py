@@ -2,8 +2,8 @@
 
 Torch writes a rank's dump to `<prefix><rank>` when its watchdog detects that an operation has timed
 out. With the NCCL or XCCL backend, torch also writes a dump when data arrives on the pipe
-`<prefix><rank>.pipe`. The launcher chooses the two prefixes unless the user has set them. The Gloo
-backend records operations but never writes a dump.
+`<prefix><rank>.pipe`. The launcher chooses the prefixes of the dump and the pipe, unless the user
+has set them. The Gloo backend records operations but never writes a dump.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def installed_torch() -> tuple[int, ...]:
 def torch_environment(
     environ: Mapping[str, str], folder: Path, version: tuple[int, ...] | None = None
 ) -> dict[str, str]:
-    """Return the environment variables to set for a worker, unless the user has set them.
+    """Return the environment variables to set for a worker, without those that the user has set.
 
     Variables that the installed version of torch has deprecated are left out, to avoid warnings.
 
@@ -109,7 +109,7 @@ class TorchDump:
         self.num_own = 0  # how many dumps torch wrote without a request
 
     def look(self) -> None:
-        """Register a new dump, unless its file has changed since the previous call."""
+        """Register a new dump once its file is complete: unchanged since the previous call."""
         version = self._version()
         if version[1] > 0 and version != self._noted and version == self._growing:
             self._noted = version
@@ -147,7 +147,7 @@ class TorchDump:
         return False
 
     def read(self) -> bytes:
-        """Return this worker's newest dump; b"" if torch has written none or it is too large."""
+        """Return this worker's newest dump; b"" if there is none or the dump is too large."""
         version = self._version()
         if self._path is None or version == self._first or version[1] > MAX_DUMP_BYTES:
             return b""

@@ -25,7 +25,7 @@ WITHDRAWN = "withdrawn: the ranks made progress"  # the last line of such a verd
 
 @dataclass(slots=True)
 class _Open:
-    """An incident whose verdict is pending: it has been neither shown nor withdrawn.
+    """An incident whose verdict has been neither shown nor withdrawn.
 
     Attributes:
         nodes: the nodes that show the verdict.

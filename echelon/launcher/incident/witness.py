@@ -73,7 +73,7 @@ class Witness:
         return not self._waits_for_torch or torch is None or torch.has_come()
 
     def spy(self) -> None:
-        """Read the stacks from outside; see `Stacks.spy`."""
+        """Read the stacks from outside the process; see `Stacks.spy`."""
         if self._stacks is not None:
             self._stacks.spy()
 
@@ -208,7 +208,7 @@ def _activity(record: Record) -> int:
 
 
 def _tells_all(record: Record) -> bool:
-    """Return whether a rank's ring contains operations as well as spans."""
+    """Return whether a rank has a ring that contains its operations, not only its spans."""
     return record.has_ring and not record.identity.misses_operations
 
 

@@ -58,7 +58,7 @@ def newest(run: Path, folder: Path | None) -> Checkpoint | None:
 
 
 def announced_in(run: Path, attempt: int) -> Checkpoint | None:
-    """Return the last checkpoint that rank 0 announced in an attempt, or None."""
+    """Return the last checkpoint that rank 0 announced in an attempt; None if it announced none."""
     told = (_read(folder / _ANNOUNCED) for folder in processes_of(run, 0, attempt))
     return next((one for one in told if one is not None), None)
 
@@ -141,7 +141,7 @@ class Search:
             self._thread.join(_BRIEFLY_S)  # usually there is little to search
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether the search has finished or timed out, so that an attempt can begin."""
+        """Return whether an attempt can begin because the search has finished or timed out."""
         if self._thread is None:
             return True
         if self._thread.is_alive() and now_s < self._until_s:

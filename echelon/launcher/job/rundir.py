@@ -3,7 +3,7 @@
     RUN/job.json                                 the hosting node's endpoint and secret (0600)
     RUN/job.<node>.json                          another node's copy, until the job ends
     RUN/report.json                              how the job ended, written last
-    RUN/goodput.json                             how each second of each rank was spent
+    RUN/goodput.json                             how each rank spent its time
     RUN/rank_<r>/attempt_<n>/                    stdout.log, stderr.log, ring, stacks
     RUN/rank_<r>/lost_<k>_of_attempt_<n>/        the same, for a rank that was lost and replaced
     RUN/dump/incident_<k>/                       rank_<r>, incident.json, verdict.json, verdict.txt
@@ -70,7 +70,7 @@ class RunDirectory:
         return self.path / "report.json"
 
     def forget_report(self) -> None:
-        """Remove the report and the time record of the previous job."""
+        """Remove report.json and goodput.json of the previous job."""
         for path in (self.report_file, self.path / ACCOUNT):
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -23,7 +23,8 @@ class Stopped:
 
     Attributes:
         last_step: the last step that rank 0 began; -1 if it recorded no steps.
-        saved: the last checkpoint committed in the attempt, as announced by rank 0, or None.
+        saved: the last checkpoint that rank 0 announced as committed in the attempt; None if it
+            announced none.
     """
 
     last_step: int = -1

@@ -1,4 +1,4 @@
-"""Learn a time limit for one call site in a group, or for one phase, from past durations.
+"""Learn time limits for one call site in a group, or for one phase, from past durations.
 
 A history provides two limits:
 
@@ -38,7 +38,7 @@ class History:
 
     Args:
         fixed_s: the stall rule's limit, in seconds.
-        num_long: the number of samples longer than `fixed_s` after which long durations count as
+        num_long: how many samples must be longer than `fixed_s` for long durations to count as
             normal.
     """
 
@@ -84,7 +84,10 @@ class History:
 
     @property
     def patience_s(self) -> float:
-        """The stall rule's limit for an operation or phase, in seconds; 0 means the fixed limit."""
+        """The stall rule's limit for an operation or phase, in seconds.
+
+        0 means that the fixed limit applies.
+        """
         if self._num_long > 0:
             return 0.0
         return min(PATIENCE_FACTOR * self._slowest_ns / 1e9, MAX_PATIENCE * self._fixed_s)

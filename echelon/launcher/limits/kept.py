@@ -39,7 +39,7 @@ class LimitsFile:
 
 
 def write_limits(folder: Path, rows: Sequence[Row]) -> None:
-    """Write the most frequent call sites and phases to a folder; ignore errors."""
+    """Write the limits of the most frequent call sites and phases to a folder; ignore errors."""
     with contextlib.suppress(OSError):
         write_json(folder / _NAME, {"format": 1, "rows": [asdict(row) for row in rows[:MAX_ROWS]]})
 
@@ -60,7 +60,7 @@ def read_limits(folders: Iterable[Path]) -> list[Row]:
 
 
 def as_lines(rows: Sequence[Row]) -> list[str]:
-    """Return one line for each of the first 8 rows with limits, and one for the other rows."""
+    """Return a line for each of the first 8 rows with limits, and one line for all other rows."""
     watched = [row for row in rows if row.limit_s is not None]
     lines = [
         f"watched at {row.limit_s:.3g} s: {row.site or '?'} in "

@@ -182,7 +182,7 @@ def _words(ring: LiveRing, key: Key) -> tuple[str, str]:
 def joined(one: Row, other: Row) -> Row:
     """Merge the rows of two ranks.
 
-    The higher limit applies if both rows have one. Otherwise, the merged row does not have a limit.
+    If both rows have a limit, the merged row has the higher limit. Otherwise, it has no limit.
     """
     has_limits = one.limit_s is not None and other.limit_s is not None
     return Row(

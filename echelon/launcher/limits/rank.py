@@ -109,7 +109,7 @@ class RankLimits:
 def _open(news: News) -> Iterator[tuple[Open, bool]]:
     """Yield each pending operation, and each open phase in which no operation has been called.
 
-    The second value is True for a phase.
+    Each is yielded as a pair, whose second value is True for a phase.
     """
     for one in news.pending:
         yield one, False

@@ -7,8 +7,8 @@ An early examination is due if all three conditions hold:
   data.
 - No rank is in a phase that can take a long time.
 
-Only the stall rule applies before all ranks are initialized, if a rank has no ring, or if a node's
-last report is too old.
+Only the stall rule applies while a rank is not initialized or has no ring, or while a node's last
+report is too old.
 
 An early examination does not stop any rank. If the job then makes progress on its own, the
 examination was a false alarm. After `MAX_CLEARED` false alarms, early examinations are disabled for
@@ -45,7 +45,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """An early examination that is now due."""
+    """An early examination that has become due."""
 
     reason: str
 
@@ -82,7 +82,7 @@ class LimitRule:
         self._begun_ns = now_ns
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
-        """Return the early examination that is now due, or None.
+        """Return the early examination that has become due; None if none has.
 
         Each examination is returned only once.
 

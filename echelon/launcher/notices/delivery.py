@@ -91,7 +91,7 @@ class Delivery:
             self._say(f"--notify {self.shown}: too slow; a notice ({notice['event']}) was dropped")
 
     def close(self, wait_s: float) -> None:
-        """Deliver the waiting notices within `wait_s` seconds, and drop the rest."""
+        """Deliver the waiting notices; drop those not delivered within `wait_s` seconds."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(wait_s)

@@ -40,7 +40,7 @@ class Exporter:
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Ignore errors, for example if a client disconnects."""
+                """Ignore an error in handling a request, such as a client's disconnection."""
 
         class _Handler(_Metrics):
             make = staticmethod(text)

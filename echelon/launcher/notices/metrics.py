@@ -32,7 +32,7 @@ class Metric:
 
 
 def as_metrics(job: Job) -> str:
-    """Return a job's metrics at `job.now_ns` in the Prometheus text format."""
+    """Return a job's metrics as of `job.now_ns` in the Prometheus text format."""
     lines: list[str] = []
     for metric in metrics_of(job):
         lines.append(f"# HELP {metric.name} {metric.text}")

@@ -1,6 +1,7 @@
 """Send notices and metrics from the hosting node, on separate threads.
 
-Text from these threads is printed on the launcher's thread after the job's next event.
+Text from these threads is printed by the launcher's main thread, after it has handled the job's
+next event.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Outside:
 
     Args:
         notify: the commands and URLs that receive notices.
-        metrics: the (address, port) at which metrics are served, or None.
+        metrics: the (address, port) at which metrics are served; None if they are not served.
         otlp: the OTLP collector that receives metrics and notices: a URL, "env", or "" for none.
         run_dir: the run directory, as shown to the user.
-        say: a function that prints a line. It is called only on the launcher's thread.
+        say: a function that prints a line. It is called only on the launcher's main thread.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Outside:
         self._print()
 
     def close(self) -> None:
-        """Send the queued notices, and stop serving metrics. Takes about 10 s at most."""
+        """Send the queued notices, and stop serving metrics. Takes at most about 10 s."""
         deadline_s = time.monotonic() + CLOSE_S
         for delivery in self._deliveries:
             delivery.close(max(0.1, deadline_s - time.monotonic()))

@@ -441,7 +441,7 @@ def _add_program_options(program: argparse._ArgumentGroup, default: Defaults) ->
 
 
 class Defaults:
-    """The options' defaults, taken from `PET_<OPTION>`, else the scheduler, else echelon itself.
+    """The options' defaults, from `PET_<OPTION>`, else from the scheduler, else echelon's own.
 
     String values are parsed as if they were given on the command line.
     """
@@ -460,7 +460,10 @@ class Defaults:
         return self._environ.get(f"PET_{name.upper()}", "0").lower() in ("1", "true", "yes")
 
     def variable(self, name: str, default: str) -> str:
-        """Return the value of an environment variable other than `PET_<OPTION>`, or `default`."""
+        """Return an option's default from the environment variable `name`, or else `default`.
+
+        Unlike `__call__`, this method does not read `PET_<OPTION>`.
+        """
         return self._environ.get(name, default)
 
     def __call__(self, name: str, default: str | None) -> str | None:

@@ -64,7 +64,7 @@ class LogPlan:
 
 
 def parse_streams(text: str) -> PerRank:
-    """Parse the streams of each local rank, such as `3`, `0:3,1:2` or `0-7:3,12:1`.
+    """Parse a choice of streams for each local rank, for example `3`, `0:3,1:2` or `0-7:3,12:1`.
 
     Raises:
         ValueError: the text is malformed.

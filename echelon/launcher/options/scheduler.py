@@ -1,11 +1,12 @@
 """Read defaults for `echelon run` from the environment that a cluster's scheduler sets.
 
-Slurm      `srun --ntasks-per-node=1 echelon run train.py`: the number of nodes, this node's rank,
-           the endpoint (the first node of the job, and a port derived from the job ID) and
-           the job's name
-Kubernetes the JOB_COMPLETION_INDEX of an Indexed Job is this node's rank; the training operators
+Slurm      `srun --ntasks-per-node=1 echelon run train.py` sets the number of nodes, this node's
+           rank, the endpoint (the first node of the job, and a port derived from the job ID)
+           and the job's name
+Kubernetes an Indexed Job sets this node's rank (JOB_COMPLETION_INDEX); the training operators
            set `PET_*` variables
-MPI        `mpirun --map-by ppr:1:node echelon run ...`: the number of nodes and this node's rank
+MPI        `mpirun --map-by ppr:1:node echelon run ...` sets the number of nodes and this node's
+           rank
 
 Options and `PET_*` variables take precedence over these defaults. Each node must run exactly one
 launcher. A multi-node job for which the scheduler started one launcher per rank is rejected.
@@ -21,7 +22,7 @@ _NUM_PORTS = 20000
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return defaults by option name (`nnodes`, `node_rank`, ...); {} if no scheduler is found."""
+    """Return defaults keyed by option name (`nnodes`, ...); {} if no scheduler is found."""
     if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
     if "OMPI_COMM_WORLD_SIZE" in environ:

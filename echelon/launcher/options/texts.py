@@ -105,7 +105,7 @@ def reader(parse: Callable[[str], _T]) -> Callable[[str], _T]:
 
 
 def min_max(text: str) -> tuple[int, int]:
-    """Parse `MIN` or `MIN:MAX`."""
+    """Parse a range given as `MIN` or `MIN:MAX`; `MIN` alone means `MIN:MIN`."""
     low, _, high = text.partition(":")
     try:
         least, most = int(low), int(high or low)
@@ -168,7 +168,7 @@ def _check_host(url: str) -> None:
 
 
 def listen_at(text: str) -> tuple[str, int]:
-    """Parse `[ADDRESS:]PORT`; the default address is loopback."""
+    """Parse `[ADDRESS:]PORT`; the default address is 127.0.0.1."""
     address, _, port = text.rpartition(":")
     if not port.isascii() or not port.isdecimal() or int(port) > _MAX_PORT:
         raise argparse.ArgumentTypeError(f"expected [ADDRESS:]PORT, got {text!r}")

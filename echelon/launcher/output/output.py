@@ -91,7 +91,7 @@ class Terminal:
         self.write_lines(2, text.encode("utf-8", "replace"))
 
     def write_lines(self, stream: int, lines: bytes) -> None:
-        """Write complete lines in one call. Never raises."""
+        """Write complete lines, and keep the live line below them. Never raises."""
         if self._live and (stream == 1 or self._stderr_is_shown):
             self._write(1, _ERASE)
             self._write(stream, lines)
@@ -100,7 +100,7 @@ class Terminal:
             self._write(stream, lines)
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Write to a stream. If the stream is in non-blocking mode, wait about a second at most."""
+        """Write to a stream. If the stream is in non-blocking mode, wait at most about a second."""
         fd = self._fds.get(stream)
         deadline_s = time.monotonic() + _SLOW_S
         while fd is not None and data:

@@ -111,7 +111,10 @@ def status_of(record: Record, now_mono_ns: int) -> RankStatus:
 
 
 def _step_s(record: Record) -> float | None:
-    """Return the mean time between the first operations of the last few steps, in seconds."""
+    """Return the mean duration of the last few steps, in seconds; None if unknown.
+
+    A step counts as lasting from its first operation to the first operation of the next step.
+    """
     known = record.operations[record.operations["step"] >= 0]
     steps, stamps = known["step"].tolist(), known["created_mono_ns"].tolist()
     firsts = [i for i in range(len(steps)) if i == 0 or steps[i] != steps[i - 1]]

@@ -1,4 +1,4 @@
-"""Count the torn and damaged items of a ring, and report each kind once."""
+"""Count the torn and damaged items in a ring, and report each kind once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Damage:
         self._warnings: Counter[str] = Counter()
 
     def warn(self, text: str) -> None:
-        """Record damage that every copy of the ring would contain."""
+        """Record damage to the ring itself, which any other copy of the ring would contain too."""
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:

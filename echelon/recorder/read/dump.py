@@ -76,7 +76,7 @@ def write_dump(record: Record, path: Path) -> None:
 
 
 def empty_record(path: Path, identity: Identity, host: HostFacts, *warnings: str) -> Record:
-    """Return a record of a rank without a ring, with only the facts observed by the host."""
+    """Return the record of a rank that has no ring; it contains only facts from the host."""
     return Record(
         path=str(path),
         identity=identity,

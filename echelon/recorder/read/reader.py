@@ -196,17 +196,17 @@ class LiveRing:
 
     @property
     def operation_slots(self) -> npt.NDArray[Any]:
-        """The current slots of operations, of dtype `OPERATION_SLOT`."""
+        """The mapped slots for operations, of dtype `OPERATION_SLOT`."""
         return self._slots
 
     @property
     def span_slots(self) -> npt.NDArray[Any]:
-        """The current slots of ended spans, of dtype `SPAN_SLOT`."""
+        """The mapped slots for ended spans, of dtype `SPAN_SLOT`."""
         return self._spans
 
     @property
     def open_span_slots(self) -> npt.NDArray[Any]:
-        """The current slots of open spans, of dtype `SPAN_SLOT`."""
+        """The mapped slots for open spans, of dtype `SPAN_SLOT`."""
         return self._open_spans
 
     def text(self, ref: int) -> str:
@@ -237,14 +237,17 @@ class LiveRing:
         return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
-        """Return the oldest pending operation's call stamp and the number pending; 0, 0 if none."""
+        """Return the oldest pending operation's call stamp, and the number of pending operations.
+
+        Both are 0 if no operation is pending.
+        """
         in_slots, num_in_slots = _oldest_open(self._slots)
         kept, num_kept = _oldest_open(self._kept)
         oldest = min((called for called in (in_slots, kept) if called), default=0)
         return oldest, num_in_slots + num_kept
 
     def sight(self, rank: int) -> Sight:
-        """Return the state of this ring's rank in the form that the stall rule takes."""
+        """Return the state of this ring's rank in the form that the stall rule expects."""
         self._follow()
         words = self.words()
         pending_mono_ns, num_pending = self.pending()
@@ -258,7 +261,7 @@ class LiveRing:
         )
 
     def _follow(self) -> None:
-        """Switch to the new ring if a later program of the same rank has replaced the file."""
+        """Switch to the new ring if a program that the rank ran later has replaced the file."""
         if not int(self._live[Live.CLOSED]):
             return
         now = _file_identity(self._path)
@@ -291,7 +294,10 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return the oldest pending operation's call stamp and the number pending; 0, 0 if none."""
+    """Return the call stamp of the oldest pending operation, and the number of pending operations.
+
+    Both are 0 if no operation is pending.
+    """
     state, head = slots["state"], slots["head"]
     ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
     open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)

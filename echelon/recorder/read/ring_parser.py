@@ -68,7 +68,7 @@ class RingParser:
         return out[np.argsort(out["record"], kind="stable")]
 
     def _rows(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Call | None]]:
-        """Convert intact slots to rows; also return each row's signature, None if overwritten."""
+        """Convert intact slots to rows; also return each row's signature (None if overwritten)."""
         fixed, state = slots["fixed"], slots["state"]
         out = np.zeros(len(slots), OPERATION)
         for name in _COPIED:

@@ -29,7 +29,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class RingTexts:
-    """A reader of texts and groups, and the lists that columns index into."""
+    """A reader of texts and groups, which also collects them in lists that columns index into."""
 
     def __init__(self, data: bytes, layout: Layout, live: tuple[int, ...], damage: Damage) -> None:
         self.strings: list[str] = [""]

@@ -120,7 +120,7 @@ class _Names:
 
 @dataclass
 class _Counts:
-    """A group's operation counts so far, and its last collective in each state."""
+    """How many operations a group has had so far, and its last collective in each state."""
 
     collectives: int = 0
     p2p: int = 0

@@ -4,8 +4,9 @@ A job has stalled if an operation has been pending for longer than the limit, or
 recorded anything for that long. Until the world group exists, the limit for such silence is five
 times as long.
 
-A rank without a ring is observed from outside: its CPU use, output and network traffic count as
-progress. A new dump of torch's flight recorder shows that an operation timed out on the rank.
+A rank without a ring is observed from outside its process: its CPU use, output and network traffic
+count as progress. A new dump of torch's flight recorder shows that an operation timed out on the
+rank.
 
 Each stall is reported once. The next stall is reported only after a rank has made progress. Because
 the ranks' reports arrive one after another, a report of a pending operation is ignored if it was
@@ -75,12 +76,12 @@ class StallRule:
         return self._reported is not None
 
     def begin_again(self, now_mono_ns: int) -> None:
-        """End the reported stall, and report no other stall until the limit has passed."""
+        """End the reported stall, and report no other stall until the limit has passed again."""
         self._reported = None
         self._quiet_until_ns = now_mono_ns + int(self._limit_s * 1e9)
 
     def look(self, sights: Sequence[Sight], now_mono_ns: int) -> Stall | None:
-        """Return a stall that has not been reported yet, or None."""
+        """Return a stall that has not been reported yet; None if there is none."""
         if not sights or now_mono_ns < self._quiet_until_ns:
             return None
         ended = {sight.rank: sight.num_ended for sight in sights}
@@ -139,7 +140,7 @@ class StallRule:
 
 
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
-    """Return an event count per rank. The stall ends when any rank exceeds its count."""
+    """Return, for each rank, the event count above which the rank's progress ends the stall."""
     waiting = {sight.rank for sight in sights if sight.pending_mono_ns and not sight.records}
     return {
         sight.rank: sys.maxsize if waiting and sight.rank not in waiting else sight.num_ended

@@ -1,4 +1,4 @@
-"""Read a torch operation's arguments from a call of its operator.
+"""Read a torch operation's arguments from a call to its operator.
 
 torch's C++ and Python code both start a collective by calling an operator in the namespace c10d. A
 table in this module lists the positions of each operator's arguments.

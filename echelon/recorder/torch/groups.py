@@ -38,7 +38,7 @@ class Group:
 
 
 class Groups:
-    """The groups of this process, keyed by torch's unique names."""
+    """The process groups of this process, keyed by torch's unique group names."""
 
     def __init__(self) -> None:
         self._known: dict[str, Group] = {}
@@ -59,7 +59,7 @@ class Groups:
 
 
 def _title(name: str, description: str, ranks: tuple[int, ...]) -> str:
-    """Return a readable name for a group, the same on all members."""
+    """Return a readable name for a group, which is the same on all members."""
     if description == _WORLD:
         return "world"
     if description in _UNNAMED:

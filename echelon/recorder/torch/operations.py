@@ -1,4 +1,4 @@
-"""Record every collective and message of torch.distributed, for all callers and backends.
+"""Record torch.distributed's operations on host tensors, for all callers and backends.
 
 [Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
 process group in C++, so patched Python functions would miss these calls. All callers go through

@@ -4,8 +4,8 @@
 before the next operation, and after an optimizer step. In addition, a thread polls four times a
 second. Callbacks are not used, because they would need the GIL on the backend's thread.
 
-Some `Work` objects, such as those of Gloo's reduce_scatter, never report completion. Such an
-operation counts as complete when the program's wait for it returns.
+Some `Work` objects, such as those of Gloo's reduce_scatter, never report completion. The operation
+of such an object counts as complete when the program's wait for the object returns.
 
 A `Work` object keeps its tensors alive, so it is dropped as soon as it is complete. At most
 `_MAX_WORKS` objects are stored; the operations of older objects count as complete.

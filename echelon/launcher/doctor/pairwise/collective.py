@@ -38,7 +38,7 @@ _TEXTS = (
 def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> dict[str, Any]:
     """Measure an all-reduce across the job's ranks; return the results, or {"error": reason}.
 
-    On a single node, the pairs of ranks are also measured. Blocks for about two minutes at most.
+    On a single node, the pairs of ranks are also measured. Blocks for at most about two minutes.
 
     Args:
         args: the options of `echelon doctor`.
@@ -137,7 +137,10 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait up to 3 s for `echelon doctor` on the host to close the port that the launcher needs."""
+    """Wait until the hosting node's `echelon doctor` closes the port that the launcher needs.
+
+    Waits for at most about 3 s.
+    """
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

@@ -1,8 +1,8 @@
-"""Measure all nodes and pairs of nodes. The host requests the probes, and the nodes run them.
+"""Measure all nodes and pairs of nodes.
 
-First, all nodes measure their own disk, memory and devices at the same time. Then the pairs are
-measured in rounds, in which no node takes part in more than one measurement. A node that does not
-answer counts as broken.
+The hosting node tells each node which probes to run. First, all nodes measure their own disk,
+memory and devices at the same time. Then the pairs are measured in rounds, in which no node takes
+part in more than one measurement. A node that does not answer counts as broken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GRACE_S = 5.0  # beyond a probe's own deadline, for the answer to arrive
 
 
 def own_tasks(folder: str) -> list[Task]:
-    """Return the probes of a node's own disk, memory and devices."""
+    """Return the probes for a node's own disk, memory and devices."""
     return [Task(probe=STORAGE, folder=folder), Task(probe=MEMORY), Task(probe=DEVICE)]
 
 

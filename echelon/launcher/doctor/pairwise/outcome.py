@@ -24,7 +24,8 @@ class Outcome:
         names: the names of the members that form pairs: the nodes, or the ranks of a single node.
         pairs: the finding for each measured pair, keyed by the indices of its members in `names`.
         nodes: the findings about each host's own resources, in the order of `hosts`.
-        collective: the measurement across all ranks with the job's backend; None if not measured.
+        collective: the measurement of an all-reduce across all ranks, which uses the job's
+            backend; None if not measured.
     """
 
     hosts: list[str]
@@ -40,10 +41,10 @@ class Outcome:
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 
     def costs(self) -> dict[str, dict[Pair, float]]:
-        """Return the cost of each working pair, keyed by "latency" and "bandwidth".
+        """Return the cost of each working pair, separately under "latency" and "bandwidth".
 
-        The cost is the latency in seconds, or the inverse bandwidth of the slower direction, in
-        seconds per byte.
+        The "latency" cost is the latency in seconds. The "bandwidth" cost is the inverse of the
+        bandwidth in the slower direction, in seconds per byte.
         """
         whole = {pair: one.figures for pair, one in self.pairs.items() if not one.is_broken}
         return {
@@ -55,7 +56,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of each slow member, pair or host, and a description of what is slow."""
+        """Yield (name, what is slow) for each slow member or pair, and each host's slow disk."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)
@@ -82,7 +83,7 @@ class Outcome:
         return f"{self.names[pair[0]]} - {self.names[pair[1]]}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serializable form, which `--json` prints."""
+        """Return the measurements in a JSON-serializable form, which `--json` prints."""
         return {
             "hosts": self.hosts,
             "names": self.names,

@@ -1,8 +1,8 @@
 """Run each probe in a separate process, so that a hung disk blocks only the child process.
 
-A child that does not answer in time is killed. This process does not wait for the child to exit,
+A child that does not answer in time is killed. The parent does not wait for the child to exit,
 because the child might be stuck in the kernel. Killed children are reaped when the next child
-starts, or when this process exits.
+starts, or when the parent exits.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Child:
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
     def poll(self) -> Finding | None:
-        """Return the finding; None if the child has not answered and its deadline is in the future.
+        """Return the finding; None if the child has not answered and its deadline has not passed.
 
         Never blocks.
         """

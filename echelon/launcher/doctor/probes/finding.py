@@ -69,7 +69,7 @@ class Finding:
 
     @property
     def is_broken(self) -> bool:
-        """True if the probe found that the machine is unfit for use."""
+        """True if the probe found that the tested resource is unfit for use."""
         return self.state is State.BROKEN
 
     def to_json(self) -> dict[str, Any]:

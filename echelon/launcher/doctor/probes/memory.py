@@ -30,7 +30,10 @@ def probe_memory() -> Finding:
 
 
 def judge(available: int, total: int) -> Finding:
-    """Return a finding on whether `available` of `total` bytes of memory are enough for a rank."""
+    """Return a finding on whether the available memory is enough for a rank.
+
+    Both arguments are in bytes.
+    """
     figures = {"available_bytes": float(available), "total_bytes": float(total)}
     text = f"{available / 1e9:.2f} of {total / 1e9:.2f} GB of memory available"
     state = State.WHOLE

@@ -8,8 +8,8 @@ One host listens on a free port, and the other host takes measurements by sendin
     b"u" length      9 bytes; the answer is `length` bytes
 
 The bandwidth measurement starts with 64 KiB of data and doubles the amount until a transfer takes
-50 ms. Slow and fast links are therefore measured in about the same time. The result is based on the
-duration of the fastest of three transfers of the final size, minus one round trip.
+at least 50 ms. Slow and fast links are therefore measured in about the same time. The result is
+based on the duration of the fastest of three transfers of the final size, minus one round trip.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def probe_pair(task: Task) -> Finding:
 
 
 def _measure(task: Task) -> dict[str, float]:
-    """Return the latency, the bandwidth in both directions, and the clock offset.
+    """Return the link's latency, its bandwidth in each direction, and the clock offset.
 
     Raises:
         OSError: the connection failed, or an answer did not arrive in time.
@@ -158,7 +158,8 @@ def _ping(server: socket.socket) -> tuple[list[float], float]:
 def _transfer(server: socket.socket, trip_s: float, *, is_upload: bool) -> float:
     """Return the bandwidth in one direction, in bytes per second.
 
-    If `is_upload` is true, the listener sends and this host receives; otherwise, the reverse.
+    If `is_upload` is true, the listener uploads data to this host. Otherwise, this host uploads
+    data to the listener.
     """
     length = _SMALLEST
     while (took_s := _pass(server, length, is_upload)) < _ENOUGH_S + trip_s and length < _LARGEST:

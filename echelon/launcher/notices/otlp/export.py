@@ -1,4 +1,4 @@
-"""Export JSON objects from stdin, one per line, over OTLP/HTTP until stdin closes.
+"""Read JSON objects from stdin, one per line, and export them over OTLP/HTTP until stdin closes.
 
 `Feed` runs this module as a separate process. Each export is synchronous and takes at most
 OTEL_EXPORTER_OTLP_TIMEOUT. Pending data is therefore stored only in the pipe and in the feed's
@@ -59,7 +59,7 @@ class Failures(logging.Handler):
         self._num, self._num_failed, self._why = 0, 0, ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Store the reason for a failure, if it is the first reason since the last export."""
+        """Store why an export failed, unless a reason has been stored since the previous export."""
         self._why = self._why or _reason(record.getMessage())
 
     def count(self, succeeded: bool) -> None:

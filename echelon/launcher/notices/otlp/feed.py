@@ -47,8 +47,8 @@ class Feed:
     Args:
         endpoint: the collector's base URL, or "env" for the endpoint in the OTEL_* variables.
         resource: attributes that are sent with all data.
-        snapshot: a function that returns the record of the job's time. It is called on the feed's
-            own thread.
+        snapshot: a function that returns the record of how the job spends its time. It is called on
+            the feed's own thread.
         say: a thread-safe function that prints a line.
         every_s: the interval between exports of metrics, in seconds.
 

@@ -1,4 +1,4 @@
-"""Serve the live page and its state as JSON.
+"""Serve the live page as HTML, and the state that it shows as JSON.
 
 On a loopback address, the server answers only requests whose Host header names a loopback host.
 This check protects the page from DNS rebinding, in which a website's name resolves to this machine.
@@ -61,7 +61,7 @@ class PageServer:
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Ignore errors, for example if a client disconnects."""
+                """Ignore an error in handling a request, such as a client's disconnection."""
 
         def make() -> bytes:
             with lock:
@@ -87,7 +87,7 @@ class PageServer:
         self._server.serve_forever(poll_s)
 
     def close(self) -> None:
-        """Stop serving. Must be called on a different thread than `serve`."""
+        """Stop serving. Must be called on a different thread from `serve`."""
         self._server.shutdown()
         self._server.server_close()
 
