@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """The set of ranks that a finding explains, in addition to its culprits."""
+    """The rule for which ranks, other than its culprits, a finding explains."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"

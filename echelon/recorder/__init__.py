@@ -1,4 +1,4 @@
-"""Record a rank's black box with `span`, `step` and `watch`, and read rings and dumps."""
+"""Write a rank's black box with `span`, `step` and `watch`, and read rings and dumps."""
 
 from typing import TYPE_CHECKING, Any
 

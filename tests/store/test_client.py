@@ -392,7 +392,9 @@ def test_rounds_of_different_sizes_are_an_error_not_a_hang(client):
     waiting = Background(lambda: first.barrier("b", 2, rank=0))
     until(lambda: second.statistics().num_waiters == 1, "the first is there")
     with pytest.raises(
-        StoreError, match="barrier of 3 ranks at b, but other ranks wait there in a barrier of 2"
+        StoreError,
+        match="barrier of 3 ranks at b, but other ranks are already waiting there in a "
+        "barrier of 2 ranks",
     ):
         second.barrier("b", 3, rank=1)
     second.barrier("b", 2, rank=1)

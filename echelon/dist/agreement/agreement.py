@@ -229,8 +229,8 @@ class Agreement:
             missing = ", ".join(map(str, err.ranks))
             self._fail(
                 CollectiveTimeoutError(
-                    f"agreeing on {self._what} after {self._timeout_s:.1f} s: missing: {missing}. "
-                    "Every rank must call it once per step",
+                    f"the ranks did not agree on {self._what} within {self._timeout_s:.1f} s "
+                    f"(missing: {missing}). Every rank must make this call once per step",
                     group=self._members.name, operation="agreement", ranks=err.ranks,
                 )
             )  # fmt: skip

@@ -185,7 +185,7 @@ class Engine(Protocol):
 
     @property
     def nests(self) -> bool:
-        """True if a signal handler is allowed to nest collectives of the group."""
+        """True if a signal handler can run a collective while another collective is in progress."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
         """Return the reason the engine refuses a kind of operation, or "" if it accepts it.

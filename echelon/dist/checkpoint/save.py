@@ -304,7 +304,9 @@ class _Job:
     def _require_wanted(self) -> None:
         if self.is_unwanted():
             root = self.unfinished.final.parent
-            raise CheckpointError(f"{root}: not saved, because the program ends", path=str(root))
+            raise CheckpointError(
+                f"{root}: not saved, because the program is exiting", path=str(root)
+            )
 
     def _require_time(self, deadline_s: float) -> None:
         self._require_wanted()

@@ -98,8 +98,8 @@ def arrive(members: Members, store: Store, key: str, mine: Any) -> None:
 def _missing(members: Members, late: list[int], after_s: float) -> CollectiveTimeoutError:
     ranks = [members.ranks[rank] for rank in late]
     return CollectiveTimeoutError(
-        f"setting up group {members.name!r} ({members.size} ranks) after {after_s:.1f} s: "
-        f"missing: {', '.join(map(str, ranks))}. See stderr.log of those ranks",
+        f"group {members.name!r} ({members.size} ranks) was not set up within {after_s:.1f} s "
+        f"(missing: {', '.join(map(str, ranks))}). See the stderr.log of each missing rank",
         group=members.name,
         operation="init",
         ranks=ranks,

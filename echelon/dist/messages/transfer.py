@@ -109,9 +109,9 @@ class Transfer(Outcome):
         return [] if self.done else [self.operation.peer]
 
     def needed_alive(self) -> list[int]:
-        """Return the ranks whose death ends the transfer.
+        """Return the group ranks whose death aborts the transfer.
 
-        These are the needed ranks from which no unread bytes have arrived.
+        The transfer still needs these ranks, and has already read everything that they sent.
         """
         ranks = [rank for rank in self.needed() if not self.has_unread(rank)]
         return [] if self.done else ranks  # it may have arrived while we looked

@@ -106,8 +106,8 @@ class Maker:
             return Meeting(self._torch_store, self.rank, self.timeout_s)
         except StoreTimeoutError as err:
             raise CollectiveTimeoutError(
-                f"setting up group {name!r} ({self.size} ranks) after {self.timeout_s:.1f} s: "
-                f"missing: {self.ranks[0]}. See stderr.log of that rank",
+                f"group {name!r} ({self.size} ranks) was not set up within {self.timeout_s:.1f} s "
+                f"(missing: {self.ranks[0]}). See that rank's stderr.log",
                 group=name,
                 operation="init",
                 ranks=self.ranks[:1],

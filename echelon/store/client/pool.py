@@ -1,4 +1,4 @@
-"""Manage the connections of a client to torch's server.
+"""Manage a client's connections to torch's server.
 
 [Note: one connection for answers, others for waits] Replies carry no IDs, so a connection serves
 only one exchange at a time. Short exchanges share the main connection under a lock. A call that can

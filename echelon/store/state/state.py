@@ -335,8 +335,9 @@ class StoreState:
         round_ = self.rounds.setdefault(key, Round(wants, world_size))
         if (round_.wants, round_.world_size) != (wants, world_size):
             raise ValueError(
-                f"{wants.value} of {world_size} ranks at {show_key(key)}, but other ranks wait "
-                f"there in a {round_.wants.value} of {round_.world_size} ranks"
+                f"this is a {wants.value} of {world_size} ranks at {show_key(key)}, but other "
+                f"ranks are already waiting there in a {round_.wants.value} of "
+                f"{round_.world_size} ranks"
             )
         earlier = round_.by_rank.get(rank)
         if earlier is not None:

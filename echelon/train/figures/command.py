@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         runs = [_read(text) for text in args.runs]
         out = args.out or runs[0].path.with_suffix(".png")
         if out.suffix.lower() not in _FORMATS:
-            raise ValueError(f"--out {out}: the name must end in {', '.join(_FORMATS)}")
+            raise ValueError(f"--out {out}: the name must end in one of {', '.join(_FORMATS)}")
         from echelon.train.figures.plot import plot
 
         plot(runs, out, title=args.title)

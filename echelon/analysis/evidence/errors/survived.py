@@ -297,7 +297,7 @@ def _ended_by(facts: RankEvidence, seen: Survived) -> bool:
 
 
 def _names(type_name: str, message: str, traceback: str, seen: Survived) -> bool:
-    """Return whether the exception that ended a rank or thread refers to the survived error."""
+    """Return whether the exception that ended a rank or thread refers to the error `seen`."""
     if seen.is_named_by(type_name, message):
         return True
     # Echelon's other errors concern other groups; what they were raised from is their own matter.

@@ -49,7 +49,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def by_rank(text: str, *, labeled: bool = False) -> dict[int, str]:
-    """Split a merged log into one text per rank, keyed by rank.
+    """Split a merged log by rank; return each rank's lines as a string, keyed by rank.
 
     Lines that name no rank are collected under the key -1.
 

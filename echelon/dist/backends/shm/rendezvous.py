@@ -148,8 +148,8 @@ def _descriptor(
                 os.close(fd)
                 ranks = [members.ranks[r] for r in sorted(late)]
                 raise CollectiveTimeoutError(
-                    f"setting up group {members.name!r}: missing: {', '.join(map(str, ranks))} "
-                    "(did not fetch the shared memory)",
+                    f"group {members.name!r} was not set up, because ranks did not fetch the "
+                    f"shared memory (missing: {', '.join(map(str, ranks))})",
                     group=members.name,
                     operation="init",
                     ranks=ranks,
@@ -159,8 +159,8 @@ def _descriptor(
 
 def _no_memory_from(members: Members, error: OSError) -> PeerLostError:
     return PeerLostError(
-        f"setting up group {members.name!r}: rank {members.ranks[0]} did not hand over the "
-        f"shared memory: {error}",
+        f"group {members.name!r} was not set up, because rank {members.ranks[0]} did not hand over "
+        f"the shared memory: {error}",
         group=members.name,
         operation="init",
         ranks=[members.ranks[0]],

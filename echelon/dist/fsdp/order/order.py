@@ -182,8 +182,8 @@ class Order:
     def backward_asks(self) -> list[int]:
         """Return this rank's votes on which recordings take part in the current backward pass.
 
-        The list contains one number per recording. For each recording, the highest number from any
-        rank decides. If no vote is necessary, the list is empty on all ranks.
+        The list contains one number per recording. For each recording, the highest vote across all
+        ranks wins. If no vote is necessary, the list is empty on all ranks.
         """
         run = self._running()
         return [] if run.yields_nothing else self._pending.words(run)

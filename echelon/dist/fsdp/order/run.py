@@ -180,7 +180,11 @@ class Run:
         )
 
     def _is_complete(self, entry: Entry, *, passed: bool) -> bool:
-        """Return whether all gradients of a unit's parameters or inputs have been computed."""
+        """Return whether the backward pass of a unit is complete on this rank.
+
+        It is complete once all awaited parameters have gradients or, if `passed` is set, once the
+        gradients of the inputs have been computed and some parameter in the run has a gradient.
+        """
         if not passed and entry.borrowed:
             return False  # what it borrowed is not among what it awaits
         # A run that yields no gradient at all computes those of inputs only. Which parameters of

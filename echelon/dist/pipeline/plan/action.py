@@ -10,8 +10,8 @@ pipelining, so that schedules can be exchanged with PyTorch:
     2SEND_B3  1RECV_B3   its gradient is returned to stage 1
     1UNSHARD  1RESHARD  1REDUCE_GRAD   actions of a sharded stage around its computations
 
-An action defines what is done, and for which micro-batch. The positions of actions in a row
-determine the order of execution.
+An action defines what is done, and for which micro-batch. A rank
+executes the actions of its row of the plan in order.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Stamp:
     """The description of a complete copy.
 
     Attributes:
-        version: the state to which the copy belongs.
+        version: the version of the state that was copied.
         owner: the rank whose shards the copy contains.
         num_bytes: the size of the content.
         crc: the CRC-32 of the content.
