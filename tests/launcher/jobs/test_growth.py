@@ -128,10 +128,6 @@ dist.shutdown()
 """
 
 
-def _slow(layout: str) -> object:
-    return pytest.param(layout, marks=pytest.mark.slow)
-
-
 @pytest.fixture
 def job(cluster):
     """Return a function that starts the next node of a job with some ranks."""
@@ -191,7 +187,8 @@ def test_nodes_that_connect_late_add_their_ranks_to_the_running_world(job, tmp_p
     assert [one["joined_ranks"] for one in report["continuations"]] == [[2], [3, 4]]
 
 
-@pytest.mark.parametrize("layout", ["replicated", _slow("sharded"), _slow("pipeline")])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["replicated", "sharded", "pipeline"])
 def test_several_nodes_that_connect_at_once_all_join(job, tmp_path, layout):
     start = job(layout, "5", nodes="1:4")
     first = start(2)
@@ -205,7 +202,7 @@ def test_several_nodes_that_connect_at_once_all_join(job, tmp_path, layout):
     assert sorted(rank for one in joins for rank in one["joined_ranks"]) == [2, 3, 4], told
 
 
-@pytest.mark.parametrize("layout", [_slow("replicated"), "sharded"])
+@pytest.mark.parametrize("layout", [pytest.param("replicated", marks=pytest.mark.slow), "sharded"])
 def test_ranks_are_lost_and_replaced_while_nodes_join(job, tmp_path, layout):
     start = job(layout, "5", "1@step 2", "2@prepare", "3@step 4", nodes="1:4")
     first = start(2)
