@@ -114,7 +114,9 @@ class WholeVector:
 
 
 class ShardedVector:
-    """A vector for a `fully_shard` unit that stays gathered while micro-batches are computed.
+    """A vector of gradients for a `fully_shard` unit.
+
+    The unit stays gathered while micro-batches are computed.
 
     Args:
         flat: the unit's flat tensor, whose gradients the vector holds.
