@@ -51,7 +51,7 @@ class Vector(Protocol):
         """Discard the gradients of the micro-batches and of the last step."""
 
     def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
-        """Reduce this rank's sums, and put the averages into `.grad`. Collective.
+        """Reduce all ranks' sums of gradients, and put the averages into `.grad`. Collective.
 
         Args:
             nodes: the nodes of the canonical tree that cover this rank's range, with their sums.
