@@ -49,7 +49,7 @@ class Hypothesis:
 
     @property
     def score(self) -> float:
-        """The number of explained ranks, reduced if the hypothesis is based on missing records."""
+        """The number of ranks that the hypothesis explains, reduced if no culprit has a record."""
         return len(self.explains) * (_WEAK if self.is_weak else 1.0)
 
 

@@ -546,7 +546,7 @@ def _meet(
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
     """Return the offset of this rank's clock from rank 0's clock.
 
-    Return None if all ranks are on one host or the measurement fails.
+    Return None if all ranks are on one host, or if the measurement failed.
     """
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None

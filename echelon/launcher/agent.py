@@ -303,7 +303,7 @@ class _Agent:
         self._terminal.say(f"still trying to reach the coordinator: {why}")
 
     def _coordinate(self) -> float:
-        """Run one step of the failover and one of the coordinator, if this node runs them.
+        """Run one step of the failover and one step of the coordinator, if this node runs them.
 
         Return the `time.monotonic` time at which to call this method again.
         """

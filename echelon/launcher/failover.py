@@ -173,7 +173,7 @@ class Failover:
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue the search for a new hosting node; return a link to it once it is found.
+        """Continue the search for a new hosting node; once a node is found, return a link to it.
 
         This node itself may be the new hosting node.
         """

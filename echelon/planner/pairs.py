@@ -30,7 +30,7 @@ _NUM_SMALL, _NUM_LARGE = 50, 5
 
 
 def main() -> None:
-    """Measure the links between all ranks and within each pair, and write the results to a file."""
+    """Measure latency and bandwidth, across all ranks and for each pair; write them to a file."""
     from echelon import dist
 
     path, rounds = sys.argv[1], json.loads(sys.argv[2])

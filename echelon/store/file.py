@@ -5,7 +5,7 @@ file, reads the records that other processes have appended, and appends its own 
 write. If a writer dies, its lock is released, and the next writer removes any incomplete record.
 
 FileStore is meant for tests and for hosts that share a folder but cannot connect to each other.
-Waits poll the file. The file grows with every change. Dead processes are not detected.
+Waiting processes poll the file. The file grows with every change. Dead processes are not detected.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _phase(frames: tuple[Frame, ...]) -> tuple[Doing, Frame] | None:
 def _first(
     frames: Sequence[Frame], tables: Sequence[tuple[Doing, tuple[Row, ...]]]
 ) -> tuple[Doing, Frame] | None:
-    """Return the activity and frame of the innermost match in any table, or None."""
+    """Return (activity, frame) for the innermost frame that matches a row of any table, or None."""
     for frame in frames:
         path = frame.file[-1024:].replace("\\", "/")
         for doing, rows in tables:

@@ -48,7 +48,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the broken links in descending order of the number of waiting bytes."""
+    """Return the broken links in descending order of their unacknowledged plus unread bytes."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()

@@ -74,7 +74,7 @@ class Picture:
         return WaitGraph(tuple(self._with_reached(old, waits)))
 
     def is_stuck(self, wait: Wait) -> bool:
-        """Return whether a wait counts as stuck rather than in flight."""
+        """Return whether a wait counts as stuck; a recent operation is merely in flight."""
         if self.evidence.foreign or self.evidence.incident.kind == "failure":
             return True
         return not self.is_in_flight(wait.age_s)

@@ -88,7 +88,7 @@ class Router:
         return self._engines.get(device)
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return the reason the host engine refuses a kind of operation, or "" if it accepts it."""
+        """Return why the host engine refuses a kind of operation, or "" if it does not."""
         engine = self._messages if kind in ("send", "recv") else self._host
         return engine.refuses(kind, dtype, reduce_op)
 

@@ -96,7 +96,7 @@ def root(total: int) -> Node:
 
 
 def maximal_nodes(run: Run) -> tuple[Node, ...]:
-    """Return the largest nodes within a range, which together cover each number exactly once.
+    """Return the largest nodes that together cover each number of a range exactly once.
 
     The nodes are in ascending order; there are at most max(1, 2 log2(len(run))) of them. If the
     range contains all numbers, the only node is the root.

@@ -77,7 +77,7 @@ class Liveness:
         Args:
             store: the group's view of the store.
             board: the world's board, which is used if a member cannot be watched directly.
-            facts: the `process_identity` of each group rank's process.
+            facts: for each group rank, the `process_identity` of its process.
         """
         self._members = members
         self._store = store

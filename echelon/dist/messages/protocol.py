@@ -80,8 +80,8 @@ class Protocol:
     def __init__(self, size: int, mismatch: Mismatch) -> None:
         """Create the state of a rank in a group of `size` ranks.
 
-        `mismatch(receive, sent)` creates the error of a receive whose dtype or size differs from
-        the message's, which the text `sent` describes.
+        `mismatch(receive, sent)` creates the error for a receive whose dtype or size differs from
+        the message's. The string `sent` describes the message.
         """
         self._num_peers = size - 1
         self._mismatch = mismatch

@@ -101,7 +101,7 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """True if the transfer has ended, or if the competing receive has the message."""
+        """True if the transfer has ended, or if the competing receive has taken the message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:
@@ -111,7 +111,8 @@ class Transfer(Outcome):
     def needed_alive(self) -> list[int]:
         """Return the group ranks whose death aborts the transfer.
 
-        The transfer still needs these ranks, and has already read everything that they sent.
+        The transfer still needs these ranks and has already read everything that they sent, so it
+        cannot complete without them.
         """
         ranks = [rank for rank in self.needed() if not self.has_unread(rank)]
         return [] if self.done else ranks  # it may have arrived while we looked

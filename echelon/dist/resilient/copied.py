@@ -226,7 +226,7 @@ class CopiedState(ABC):
         self._copying = self._writer = None
 
     def discard_newest(self) -> None:
-        """Make the next copy overwrite the newest one, because that copy is void on some rank."""
+        """Make the next copy overwrite the newest copy, which is void on some rank."""
         self._rest_steps[self._at] = -1
         self._at = 1 - self._at
         self._worlds[-1].discard_newest()

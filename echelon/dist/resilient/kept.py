@@ -65,7 +65,7 @@ class KeptState:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the copies of all tensors, in bytes."""
+        """The total size in bytes of the copies of all tensors."""
         copies = [kept for _, kept in self._tensors]
         copies += [v for one in self._state.values() for v in one.values() if _is_tensor(v)]
         return sum(one.numel() * one.element_size() for one in copies)

@@ -235,7 +235,7 @@ def _went_on(
     later: dict[int, Wakes | None],
     elapsed_s: float,
 ) -> bool:
-    """Return whether a rank inside a collective made progress.
+    """Return whether a rank inside a collective made progress between the two examinations.
 
     The result is based on the rank's ring. If the ring is not usable, the result is based on how
     often the main thread woke up.

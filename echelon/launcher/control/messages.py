@@ -188,7 +188,7 @@ class Standings:
     - how long ago the rank became ready, in ms (-1: not ready)
     - when the rank became ready, in ns on its node's monotonic clock; comparable only with the
       timestamps in the rank's own black box
-    - the epoch that the rank is entering, if new ranks join in it; 0 otherwise
+    - the epoch that the rank is entering, if new ranks join during that epoch; 0 otherwise
     """
 
     attempt: int

@@ -426,7 +426,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the current time on a clock that stops while this process is not running."""
+        """Return the time on a clock that stands still while this process is suspended."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:

@@ -143,7 +143,7 @@ class Host:
 
         Args:
             number: a unique number for the request.
-            tasks: each member, with the probes that it must run.
+            tasks: pairs of a member and the probes that it must run.
         """
         deadline_s = time.monotonic() + limit_s
         asked = {member.name for member, _ in tasks if member.name}

@@ -113,7 +113,10 @@ def electors_of(
 
 
 def ballot_of(mandate: Mandate) -> Mandate:
-    """Return a copy of a mandate for the witness, with only the electors and no policy memory."""
+    """Return the copy of a mandate that the witness receives.
+
+    The copy names only the electors, and omits the restart policy's memory.
+    """
     found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
     members = tuple(one for one in found if one is not None)
     return replace(mandate, members=members, others=(), memory="")

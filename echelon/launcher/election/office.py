@@ -241,8 +241,8 @@ class Office:
     def follow_witness(self, now_s: float) -> bool:
         """Make the witness an elector while it responds, and remove it when it no longer does.
 
-        Call this only while a world is running. Return whether the mandate changed and must be
-        sent.
+        Call this only while a world is running. Return whether the mandate changed and
+        must therefore be sent to the other nodes.
         """
         mandate = self.mandate
         if self._is_following:

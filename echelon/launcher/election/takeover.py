@@ -80,7 +80,7 @@ class Takeover:
 
     @property
     def has_failed(self) -> bool:
-        """True if this host has failed to obtain a lease in time, or another host was elected."""
+        """True if this host did not obtain its lease in time, or if another host was elected."""
         late = now_s() > self._began_s + max(self.office.promise_s, _VOTERS_S)
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 

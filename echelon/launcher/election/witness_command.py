@@ -1,4 +1,4 @@
-"""Implement `echelon witness`, which runs on a separate machine and helps to elect a job's host."""
+"""Implement `echelon witness`, a program on a separate machine that helps elect a hosting node."""
 
 from __future__ import annotations
 

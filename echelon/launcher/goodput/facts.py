@@ -57,7 +57,7 @@ class Lap:
 
 @dataclass(kw_only=True, slots=True)
 class RankRun:
-    """The facts about one rank in one attempt."""
+    """The record of how one rank spent its time in one attempt."""
 
     host: str
     began_ns: int | None = None  # if it joined later than the attempt began

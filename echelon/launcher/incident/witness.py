@@ -188,7 +188,10 @@ class Witness:
 
 
 def _process_of(worker: Worker, identity: Identity) -> int:
-    """Return the pid of the process that writes the ring, or else of the worker's main process."""
+    """Return the pid of the process that writes the ring.
+
+    If that process is unknown, return the pid of the worker's main process.
+    """
     if not worker.alive:
         return identity.pid or worker.pid
     if not identity.pid:

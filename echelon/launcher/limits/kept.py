@@ -28,7 +28,7 @@ class LimitsFile:
         self._thread: threading.Thread | None = None
 
     def put(self, folder: Path, rows: Sequence[Row]) -> None:
-        """Start writing the most frequent rows, unless the previous write is still in progress."""
+        """Start `write_limits` on a thread, unless the previous write is still in progress."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._thread = threading.Thread(

@@ -48,7 +48,7 @@ _OURS_ALONE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """The facts about an attempt that appear in the environments of this node's workers."""
+    """The properties of an attempt that this node's workers learn from their environments."""
 
     number: int  # in the names of its folders: RUN/rank_<r>/attempt_<number>
     restart: int  # within this job

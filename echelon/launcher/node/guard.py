@@ -86,7 +86,10 @@ class Guard:
         self._is_agent_done = False  # whether the agent has announced its end
 
     def run(self) -> None:
-        """Carry out the agent's requests. When the agent exits, kill all processes."""
+        """Carry out the agent's requests.
+
+        When the agent exits, kill all processes that were started for it.
+        """
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll = select.poll()  # not select(), which is limited to 1024 descriptors

@@ -39,7 +39,7 @@ class UserRequest:
     _hurried: bool = False
 
     def on(self, number: int, now_s: float) -> Asked:
-        """Handle a stop signal; return its meaning."""
+        """Handle a stop signal; return the request that it stands for."""
         if not self.first:
             self.first, self._first_s = number, now_s
             return Asked.STOP

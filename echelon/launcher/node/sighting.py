@@ -102,7 +102,10 @@ class Sighting:
         return self._limits.sum_up(sights, lambda then: self._age_s(now, then))
 
     def watched(self) -> list[Row]:
-        """Return the learned limits of this node's call sites and phases, most frequent first."""
+        """Return the limits learned for this node's call sites and phases.
+
+        The call sites and phases that ran most often come first.
+        """
         return [] if self._limits is None else self._limits.rows()
 
     def _note_dumps(self, own: dict[int, int]) -> None:

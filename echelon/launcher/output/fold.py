@@ -40,7 +40,7 @@ class Fold:
         return out
 
     def _has_later(self, rank: int, held: _Held) -> bool:
-        """Return whether a line that `rank` printed after the line `held` is being held too."""
+        """Return whether any line that `rank` printed after `held` is also being held."""
         return any(h.due_s >= held.due_s and rank in h.ranks for h in self._held.values())
 
     def due(self, now_s: float) -> list[bytes]:

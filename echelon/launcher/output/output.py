@@ -126,7 +126,7 @@ class Terminal:
             self._write(3 - stream, text.encode())
 
     def _fitted(self, line: bytes) -> bytes:
-        """Return a live line, truncated to the width of the terminal."""
+        """Return the live line's text, truncated to the width of the terminal."""
         columns = self.columns
         if columns is None:
             return b""

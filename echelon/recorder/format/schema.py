@@ -313,7 +313,7 @@ class Identity:
 
     @property
     def misses_operations(self) -> bool:
-        """True if operations are missing because the rank called them on device tensors."""
+        """True if the ring lacks operations because the rank called them on device tensors."""
         return bool(self.settings.get("device_operations"))
 
     def changed(self, **changes: Any) -> Identity:

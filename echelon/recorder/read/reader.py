@@ -294,7 +294,7 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return the call stamp of the oldest pending operation, and the number of pending operations.
+    """Return when the oldest pending operation was called, and how many operations are pending.
 
     Both are 0 if no operation is pending.
     """

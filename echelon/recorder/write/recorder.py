@@ -246,7 +246,7 @@ class Recorder:
             self._live[Live.SAVED_STEP] = self._live[_STEP]
 
     def text(self, text: str) -> int:
-        """Return a reference to a text, to be passed to `keep_span`."""
+        """Store a string, and return a reference to it that can be passed to `keep_span`."""
         return self._ring.texts.intern(text)
 
     def count_pauses(self, number: int, nanoseconds: int) -> None:

@@ -150,7 +150,7 @@ class TCPStore(Store):
         )
 
     def close(self) -> None:
-        """Disconnect. A server in this process stops when the last store that shares it closes."""
+        """Disconnect. If this process hosts the server, the last store to disconnect stops it."""
         hosted = self._leave()
         if hosted is not None:
             hosted.leave()

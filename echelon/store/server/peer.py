@@ -200,7 +200,7 @@ class Peer(asyncio.Protocol):
             self._work_off()
 
     def data_received(self, data: bytes) -> None:
-        """Parse the received bytes and execute the commands that they complete."""
+        """Parse the received bytes and execute the commands that are now complete."""
         self._receive(data)
         receiver = self._receiver
         if receiver is not None:

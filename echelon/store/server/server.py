@@ -217,7 +217,7 @@ class StoreServer:
     def renew(self) -> None:
         """Disconnect all clients and drop all keys.
 
-        Clients that connected before the call cannot write to the renewed store.
+        Clients that connected before this call can no longer write to the store.
 
         Raises:
             StoreError: the server is not running.

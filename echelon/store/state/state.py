@@ -235,7 +235,7 @@ class StoreState:
         return waiter
 
     def _claim(self, waiter: Waiter) -> None:
-        """Reserve an item for a satisfied waiter that might be about to pop it."""
+        """Reserve a queue's item for a waiter whose wait is over and whose owner may now pop it."""
         key = waiter.keys[0] if waiter.keys else b""
         if waiter.wants is not Wants.CLAIM or key in self.values or len(waiter.keys) != 1:
             return

@@ -405,7 +405,10 @@ _run_shapes: dict[tuple[int, int, int], _RunShape] = {}
 
 
 def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
-    """Return the format of a run; `value_bytes` is -1 if the commands have no values."""
+    """Return the format of a run of equal-length commands.
+
+    `value_bytes` is -1 if the commands have no values.
+    """
     shape = _run_shapes.get((query, key_bytes, value_bytes))
     if shape is None:
         tail = "" if value_bytes < 0 else f"8x{value_bytes}s"
@@ -447,7 +450,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Return the position of the first command whose header differs from the run's headers."""
+    """Return the end of the run: the position of the first command with a different header."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:

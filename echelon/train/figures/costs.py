@@ -33,7 +33,7 @@ class Moment:
 
     @classmethod
     def now(cls, time_s: float) -> Moment:
-        """Return a moment with clock reading `time_s` and the thread's current waiting times."""
+        """Return the thread's waiting times so far, together with the clock reading `time_s`."""
         return cls(time_s, spent.spans_ns.get("data_wait", 0) / 1e9, spent.collectives_s)
 
     def __sub__(self, other: Moment) -> Moment:

@@ -49,7 +49,7 @@ class FigureFile:
             raise ValueError(f"{path} exists and is not a metrics log; it was not changed")
 
     def drop_after(self, step: int) -> None:
-        """Remove the lines of steps after `step`, and an incomplete last line."""
+        """Remove the lines for steps after `step`, and any incomplete last line."""
         size = os.fstat(self._descriptor).st_size
         end = self._end_of_whole_lines(size)
         while end:
@@ -102,7 +102,7 @@ class FigureFile:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line, or None if the line does not hold figures."""
+    """Return the step recorded in a line, or None if the line does not hold figures."""
     figures = _figures_of(line)
     return None if figures is None else int(figures["step"])
 

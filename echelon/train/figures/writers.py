@@ -35,9 +35,9 @@ class Writer(Protocol):
     """
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the finite figures of a step.
+        """Write the figures of a step, all of which are finite.
 
-        If the method raises an error, the error is reported and the writer is no longer used.
+        If this method raises an error, the error is reported and the writer is not used again.
         """
 
     def close(self) -> None:

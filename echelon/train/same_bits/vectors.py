@@ -51,7 +51,7 @@ class Vector(Protocol):
         """Discard the gradients of the micro-batches and of the last step."""
 
     def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
-        """Reduce this rank's sums, and put the averages into `.grad`. Collective.
+        """Reduce all ranks' sums of gradients, and put the averages into `.grad`. Collective.
 
         Args:
             nodes: the nodes of the canonical tree that cover this rank's range, with their sums.
@@ -114,7 +114,9 @@ class WholeVector:
 
 
 class ShardedVector:
-    """A vector for a `fully_shard` unit that stays gathered while micro-batches are computed.
+    """A vector of gradients for a `fully_shard` unit.
+
+    The unit stays gathered while micro-batches are computed.
 
     Args:
         flat: the unit's flat tensor, whose gradients the vector holds.

@@ -143,6 +143,9 @@ def _keys(rows: Rows) -> npt.NDArray[np.int64]:
 
 
 def _places(rows: Rows) -> npt.NDArray[np.int64]:
-    """Return the call site of each row, or its call if the site is unknown: [num_rows]."""
+    """Return a number that identifies each row's call site: [num_rows].
+
+    If the site is unknown, the number identifies the row's call instead.
+    """
     calls = -1 - rows["call"].astype(np.int64)
     return np.asarray(np.where(rows["site"] > 0, rows["site"], calls), np.int64)

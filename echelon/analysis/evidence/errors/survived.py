@@ -1,4 +1,4 @@
-"""Find the errors that a program caught and survived, and remove their calls from the evidence.
+"""Find errors that a program caught and survived, and remove the failed calls from the evidence.
 
 A mismatch, a timeout or a lost peer ends its group, but not necessarily the program. If all members
 caught the error and continued, the job ended later for another reason. The failed calls are then
@@ -228,7 +228,7 @@ def _ended_alike(evidence: Evidence) -> bool:
 def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
     """Return whether a rank raised an exception or did not complete its last call.
 
-    A mismatch in the last call does not count.
+    A last call that failed with a mismatch is regarded as completed.
     """
     if facts.last_words is not None:
         return True

@@ -233,7 +233,7 @@ class Streams:
         return head is not None and (head.group, head.sequence) == place
 
     def is_rooted(self, head: Head) -> bool:
-        """Return whether a member can complete the head's operation before all members arrive."""
+        """Return whether `head`'s operation can complete on a member before all members call it."""
         row = self.evidence.ranks[head.rank].rows[head.rows[0]]
         return bool(self._rooted[int(row["call"])])
 

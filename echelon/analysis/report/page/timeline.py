@@ -52,7 +52,10 @@ def timeline(picture: Picture) -> dict[str, Any]:
 
 
 class _Kinds:
-    """The kinds of boxes, numbered. Each combination of call, group, site and peer is one kind."""
+    """The numbered kinds of boxes in the timeline.
+
+    Each combination of call, group, site and peer is one kind.
+    """
 
     def __init__(self, picture: Picture) -> None:
         self.shown: list[dict[str, str]] = []
@@ -118,7 +121,10 @@ def _spans(
 
 
 def _begin(kept: list[npt.NDArray[Any]]) -> int:
-    """Return the start of the timeline: the median start time of the first operations shown."""
+    """Return the start of the timeline.
+
+    This is the median start time of the first operation shown for each rank.
+    """
     firsts = [int(rows["created_ns"][0]) for rows in kept if len(rows)]
     return int(np.median(firsts)) if firsts else 0
 

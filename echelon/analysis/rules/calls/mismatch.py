@@ -50,7 +50,7 @@ class Divergence:
 
     @property
     def is_complete(self) -> bool:
-        """True if every member of the group has voted."""
+        """True if the calls of all members of the group are known."""
         return sum(map(len, self.sides)) == len(self.lanes.members) + len(self.lanes.strangers)
 
     @property

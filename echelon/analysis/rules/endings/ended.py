@@ -65,7 +65,10 @@ class Ending:
 
 
 def find_ended(picture: Picture) -> list[Finding]:
-    """Report ranks that ended on their own, earliest first."""
+    """Report the ranks that failed, earliest first.
+
+    Ranks that were stopped, or that failed because of another rank, are left out.
+    """
     endings = [
         ending
         for facts in picture.evidence.ranks.values()

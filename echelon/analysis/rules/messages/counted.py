@@ -33,7 +33,7 @@ class _Difference:
 
 
 def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report a rank that launched fewer or more messages than each of its peers."""
+    """Report a rank that launched more or fewer messages than its peers."""
     counts = {rank: _launches(streams, rank) for rank in streams.evidence.ranks}
     pairs = [pair for members in _stages(streams) for pair in pairwise(members)]
     found = [one for pair in pairs if (one := _compare(counts, *pair)) is not None]

@@ -18,7 +18,7 @@ from echelon.analysis.sources.torch.folder import TorchLoader
 
 
 def add_torch(builder: EvidenceBuilder, files: Sequence[tuple[int, Path]], world_size: int) -> None:
-    """Add the operations in torch's dumps to the evidence from ranks that have no ring.
+    """Add the operations in torch's dumps to the evidence, for ranks that have no ring.
 
     An unreadable dump only causes a warning.
     """

@@ -75,7 +75,10 @@ def _choose(path: Path) -> tuple[dict[int, Path], list[str]]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders in a fixed order. Folder links are ignored."""
+    """Yield the files in a folder and its subfolders in a fixed order.
+
+    Symbolic links to folders are not followed.
+    """
     if path.is_file():
         yield path
         return
@@ -206,7 +209,7 @@ def _regular_size(
 
 @dataclass(frozen=True, slots=True)
 class TorchRank:
-    """The contents of a rank's file that the loader retains."""
+    """The part of a rank's file that the loader retains."""
 
     rank: int
     members: Mapping[str, tuple[int, ...]]

@@ -245,7 +245,7 @@ class TorchRows:
         tops: Mapping[int, Tops],
         status: Mapping[int, tuple[int, int]],
     ) -> npt.NDArray[Any]:
-        """Copy each closing entry's state to its block, drop closing entries, and mark timeouts."""
+        """Merge each entry that closes a block into the block's other entries; mark timeouts."""
         gave_up = retired & (rows["state"] != State.COMPLETED)
         if gave_up.any():
             rows["error"][gave_up] = self._tables.text(_GAVE_UP)

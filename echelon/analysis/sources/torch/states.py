@@ -34,7 +34,7 @@ _FIRST = 1  # torch counts from 1, torchcomms from 0
 
 
 class NotComparableError(Exception):
-    """The operation numbers in a dump cannot be compared with the numbers on other ranks."""
+    """Raised if a dump's operation numbers cannot be compared with those of other ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class DevicePending:
         callers: Sequence[Any],
         failure: Callable[[], str],
     ) -> None:
-        """Record the current position in the caller's streams.
+        """Record the current position in each of the caller's streams.
 
         The operation's device must be the current device.
 

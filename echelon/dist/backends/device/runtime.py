@@ -50,7 +50,7 @@ class DeviceRuntime:
             return tensor.new_empty(length)
 
     def copy(self, tensor: Any, callers: Sequence[Any]) -> Any:
-        """Return a copy of a tensor, queued behind the work on the caller's streams."""
+        """Queue a copy of a tensor behind the work on the caller's streams; return the copy."""
         for stream in callers[1:]:
             callers[0].wait_stream(stream)
         return tensor.clone()

@@ -33,7 +33,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """Set up the streams; `gone` returns the peers that have ended, each with the reason."""
+        """Set up the streams; `gone` returns (peer, reason) for each peer that has ended."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank

@@ -1,7 +1,7 @@
 """Read and write safetensors files.
 
-A file consists of eight bytes with the header's length, a JSON header (names, dtypes, shapes and
-offsets), and the data. The file has no checksums.
+A file consists of eight bytes that hold the header's length, a JSON header (names, dtypes, shapes
+and offsets), and the data. The file has no checksums.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class SaveSchedule:
     """A schedule of saves, which are due at the same steps on all ranks.
 
     Time is measured on rank 0's clock, from the last step at which a checkpoint was due. If
-    `every_s` is set and the ranks communicate through torch.distributed, each call of `due`
+    `every_s` is set and the ranks communicate through torch.distributed, each call to `due`
     performs a small all_gather.
 
     Args:

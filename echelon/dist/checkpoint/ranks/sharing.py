@@ -35,18 +35,21 @@ class Piece(NamedTuple):
     last: int
 
     def elements(self) -> tuple[int, int]:
-        """Return the piece's offset within the held elements and its length, both in elements."""
+        """Return the piece's offset within `held` and the piece's length, both in elements."""
         size = self.dtype.itemsize
         return (self.first - self.begin) // size, (self.last - self.first) // size
 
 
 class Line:
-    """The tensors that all ranks of a set need, laid out in the same way on each of these ranks.
+    """A line of bytes that holds the tensors that all ranks of a set need.
+
+    The layout of the line is the same on all of these ranks.
 
     Attributes:
         ranks: the ranks of the set, in ascending order.
-        items: this rank's tensors to fill, each with its path, in their order in the line.
-        num_bytes: the length of the line, with each tensor padded to `ALIGNMENT`.
+        items: for each tensor, in the order of the line, the `Held` that this rank fills and the
+            tensor's path.
+        num_bytes: the length of the line in bytes, with each tensor padded to `ALIGNMENT`.
     """
 
     def __init__(self, ranks: Ranks, items: Sequence[Wanted], source: Source) -> None:

@@ -1,4 +1,4 @@
-"""Access a folder in an object store by its address.
+"""Access a folder in an object store, given the folder's address.
 
 Objects appear atomically, and cannot be renamed or locked. A call that fails for a transient reason
 is retried until a deadline. A call that hangs past the deadline is abandoned.

@@ -50,9 +50,9 @@ class Held:
         return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
-        """Return a `Held` with 1-D data for a range of the held elements.
+        """Return a `Held` with 1-D data for a range of this object's elements.
 
-        `start` is counted from the first held element.
+        `start` is counted from this object's first element.
         """
         flat = self.data.reshape(-1)
         return Held(self.path, self.shape, flat[start : start + length], self.start + start, True)

@@ -27,9 +27,9 @@ class Local(NamedTuple):
     """A piece of a tensor that this rank holds.
 
     Attributes:
-        data: the elements held.
+        data: the elements of the piece.
         shape: the shape of the full tensor.
-        start: the index of the first held element, in row-major order.
+        start: the index of the piece's first element, in row-major order.
         sharded: whether other ranks hold other elements of the tensor.
         repeats: how ranges of elements repeat; see `Pattern`.
     """

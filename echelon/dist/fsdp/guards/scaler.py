@@ -123,7 +123,10 @@ class GradScaler:
         return not overflow
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call `optimizer.step` and return its result, unless any rank had an overflow."""
+        """Call `optimizer.step` and return its result.
+
+        If the gradients overflowed on any rank, return None without calling it.
+        """
         if self.enabled and id(optimizer) not in self._overflowed:
             self.unscale_(optimizer)
         if self._overflowed.get(id(optimizer), False):
@@ -152,7 +155,7 @@ class GradScaler:
         self._overflowed.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint.
+        """Return the scaler's state, to be saved in a checkpoint.
 
         The state is the same on all ranks if no step is in progress.
         """

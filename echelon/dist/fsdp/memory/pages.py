@@ -34,11 +34,11 @@ class Pages:
         self._idle: list[HostStorage] = []
 
     def join(self, storage: HostStorage) -> None:
-        """Allow a storage to exchange memory with all other storages that have joined."""
+        """Register a storage. Registered storages of equal size can reuse each other's memory."""
         self._alike[storage.num_bytes] += 1
 
     def keep(self, storage: HostStorage) -> bool:
-        """Retain a storage's memory for another storage; return whether the memory was retained."""
+        """Retain a storage's memory for reuse by another, if possible; return True on success."""
         size = storage.num_bytes
         same = sum(one.num_bytes == size for one in self._idle)
         if same >= self._alike[size] - 1 or not self._has_room(storage) or _mremap() is None:

@@ -47,7 +47,7 @@ class Releases:
         self._pending.append((event, num_bytes))
 
     def make_room(self, num_bytes: int) -> None:
-        """Block until `num_bytes` fit within the limit, or no released memory is in use."""
+        """Block until `num_bytes` fit within the limit, or until no released memory is in use."""
         while self._pending and self.num_bytes + num_bytes > self._limit():
             event, _ = self._pending.popleft()
             event.synchronize()

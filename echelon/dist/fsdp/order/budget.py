@@ -18,7 +18,7 @@ class Sized(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the gathered parameters in bytes."""
+        """The size in bytes of the unit's gathered parameters."""
 
     @property
     def gradient_bytes(self) -> int:

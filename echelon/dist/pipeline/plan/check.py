@@ -176,7 +176,7 @@ def _backward(message: Action, index: _Index) -> Action:
 
 
 def _check_sharding(plan: Plan) -> None:
-    """Check that a row with sharding actions computes only with gathered parameters."""
+    """Check that, in a row with sharding actions, each stage is gathered whenever it computes."""
     for rank, row in enumerate(plan.rows):
         if not any(action.kind in SHARDING for action in row):
             continue

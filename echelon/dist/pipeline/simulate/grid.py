@@ -11,7 +11,7 @@ _MOST_LINES = 2000
 
 
 def draw_grid(simulation: Simulation, step: float | None = None) -> str:
-    """Return the grid: an action's text where it begins, `|` while it runs, `.` for idle time.
+    """Return the grid: an action's text in its first line, `|` while it runs, `.` for idle time.
 
     Args:
         simulation: the simulation to show.

@@ -1,1 +1,1 @@
-"""Keep copies of a rank's shards after the rank is lost, and restore a state from them."""
+"""Copy each rank's shards, and restore the state from the copies after a rank is lost."""

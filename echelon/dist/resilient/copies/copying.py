@@ -119,7 +119,7 @@ class Copying:
             self._error = err
 
     def decide(self, *, is_void: bool) -> None:
-        """Decide whether the thread stamps the copy. Only the first call has an effect.
+        """Tell the background thread whether to stamp the copy. Only the first call has an effect.
 
         Args:
             is_void: True if the source has changed. The source must not change during this call.

@@ -48,17 +48,18 @@ class _Held:
 
 
 class WorldCopies:
-    """The copies of one world. Creating this object is a collective operation.
+    """The copies of the shards of one world's ranks. Creating this object is collective.
 
     Args:
         group: the world's group.
         epoch: the world's epoch.
-        sets: the group's ranks, grouped into sets that hold the same parts of the model.
+        sets: the group's ranks, grouped into sets. The ranks of a set hold the same parts of the
+            model.
 
     Attributes:
         epoch: the world's epoch.
         roster: the world's ranks, as numbered by the launcher.
-        sets: the ranks in `roster`, grouped into sets that hold the same parts of the model.
+        sets: the ranks in `roster`, grouped into sets in the same way.
         own_rank: this rank, as numbered by the launcher.
         is_one_place: True if all ranks can read each other's memory, in which case no copies are
             exchanged.

@@ -258,7 +258,10 @@ class Training(Generic[_T]):
         return epoch
 
     def _join(self, epoch: Epoch) -> World:
-        """Agree on a step with an epoch's ranks, restore its state, and return the world."""
+        """Agree on a step with an epoch's ranks, and restore the state at that step.
+
+        Return the new world.
+        """
         if not self._is_newcomer:  # the launcher then gives a rank that joins a limited time
             note_standing(replace(self._standing, meets=epoch.number))
         mine = {"process": process_identity()} | self._row(epoch)
@@ -292,7 +295,7 @@ class Training(Generic[_T]):
             raise PeerLostError(str(err), operation="join", ranks=err.ranks) from err
 
     def _exchange(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Send, receive and compare the state, depending on this rank's role. Collective."""
+        """Send or receive the state, as this rank's role requires, then compare it. Collective."""
         if group.rank == source:
             for place in newcomers:
                 send_state(group, place, self._portable)

@@ -82,7 +82,7 @@ class Roster:
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin gathering nodes for a world; all time limits count from `now_s`."""
+        """Begin gathering nodes for a world; all time limits are measured from `now_s`."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 

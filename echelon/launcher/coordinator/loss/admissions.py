@@ -1,4 +1,4 @@
-"""Admit the processes that replace lost ranks, by publishing epochs in which they join.
+"""Admit the processes that replace lost ranks, by publishing epochs that include them.
 
 An epoch is a published list of the ranks that continue together; see `continuation.Epoch`.
 

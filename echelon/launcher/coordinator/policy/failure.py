@@ -28,8 +28,7 @@ class Failure:
         last_step: the last step that the culprit began; -1 if the culprit recorded no steps.
         is_killed: whether the culprit was killed by a signal or lost with its node.
         is_outside: whether the culprit's error points to the network or a file system.
-        owns_memory: whether it was the job itself that used up the memory that ran out; None if
-            unknown.
+        owns_memory: if memory ran out, whether the job itself had used it up; None if unknown.
         saving_s: how long the culprit had been writing or reading a checkpoint when it was
             examined, in seconds; 0 if it was doing neither.
         idle_ranks: the culprits whose processes used no CPU time while they were examined.

@@ -1,7 +1,8 @@
 """Preserve pending operations whose slots are about to be reused.
 
 A hung operation in one group must remain recorded while other groups continue. Therefore, the
-operation is moved, with its signature, to a separate section of the ring until it ends.
+operation is moved, with its signature, to a separate section of the ring, and stays there until it
+ends.
 """
 
 from __future__ import annotations

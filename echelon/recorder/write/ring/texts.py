@@ -103,7 +103,10 @@ class Texts:
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
-        """Append an entry to `recent`; return its position, or 0 if the call interrupts a write."""
+        """Append an entry to `recent`; return its position.
+
+        Return 0 if this call interrupts another append on the same thread (in a signal handler).
+        """
         with self._lock:
             if self._is_writing:
                 return 0

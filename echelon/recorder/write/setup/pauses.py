@@ -4,7 +4,7 @@ Every collection is counted in the live words. A collection that takes at least 
 also recorded as a `gc` span. Collections do not count as progress.
 
 The garbage collector can call this module's callback on any thread, even inside the recorder. The
-callback therefore takes no lock and stores no new texts. The C core has its own callback, because
+callback therefore takes no lock and stores no new strings. The C core has its own callback, because
 some programs collect garbage hundreds of times per second.
 """
 

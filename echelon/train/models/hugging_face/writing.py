@@ -215,7 +215,7 @@ class _Writer:
         return StoredTensor(whole.shape, dtype, ())
 
     def make(self, whole: Whole) -> Tensor:
-        """Assemble a tensor for writing from its parts, which are read on demand."""
+        """Read the parts of a tensor that is about to be written, and join them."""
         parts = []
         for part in whole.parts:
             one = self._read(part.ours)

@@ -44,7 +44,7 @@ class Way:
 
 
 class Lane:
-    """One end of a lane.
+    """One end of a lane, which carries messages from one rank to another.
 
     Args:
         library: the library whose communicators carry the messages.
@@ -125,7 +125,7 @@ class Lane:
     def open(
         self, opened: Callable[[BaseException | None], None], check: Callable[[], None]
     ) -> None:
-        """Start connecting the lane without blocking, unless a message has already started it.
+        """Start connecting the lane without blocking, unless a message has already begun to do so.
 
         Args:
             opened: a function that is called once, on any thread, with None on success or the error

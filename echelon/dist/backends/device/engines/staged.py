@@ -167,7 +167,7 @@ class StagedEngine:
     def _stage(
         self, operation: Operation, watch: Watch, pending: DevicePending, down: Any
     ) -> _Staged:
-        """Queue the copy of an operation's input to the host.
+        """Queue the device-to-host copy of an operation's input.
 
         The operation's device must be the current device.
         """

@@ -20,7 +20,7 @@ def tensor_of(runtime: DeviceRuntime, data: Any) -> Any:
 
 
 def callers(runtime: DeviceRuntime, operation: Operation) -> list[Any]:
-    """Return torch's current stream and the streams on which other libraries use the arrays.
+    """Return torch's current stream and other libraries' streams that use the operation's arrays.
 
     CuPy and Numba store an array's stream in `__cuda_array_interface__`. The numbers 1 and 2 stand
     for the two default streams.

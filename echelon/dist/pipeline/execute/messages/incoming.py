@@ -36,9 +36,9 @@ class _Arrival:
 
     Attributes:
         works: the receives for the result's data.
-        header: for outputs, the header's receive and buffer.
+        header: for outputs, the receive for the header, and the buffer that it fills.
         specs: the contents of the header, once it has been read.
-        payload: for outputs, the buffer of the payload.
+        payload: for outputs, the buffer for the payload.
         tensors: for gradients, the tensors into which the gradients are received.
     """
 
