@@ -190,7 +190,10 @@ def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) ->
 
 
 def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
-    """Lower a confidence of `certain` if ranks without a record might have failed earlier."""
+    """Lower a finding's confidence if it is `certain` but ranks without a record remain.
+
+    Such a rank might have failed before the finding's culprits.
+    """
     if finding.confidence is not Confidence.CERTAIN or finding.cause in _SELF_EVIDENT:
         return finding
     unseen = sorted(picture.unseen - set(finding.culprit_ranks))

@@ -174,7 +174,7 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Extract complete commands from `position` on, and start to parse an incomplete one."""
+        """Extract complete commands, starting at `position`; begin to parse an incomplete one."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from
