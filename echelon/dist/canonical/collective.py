@@ -4,10 +4,10 @@
                       rank adds the blocks that it received, in the tree's order.
     all_reduce        reduce_scatter, then an all_gather of the blocks.
 
-For each of its tree nodes, a rank sends (size - 1) / size of the node's vector. With one per rank
-(for example, if every rank has the same number of micro-batches and this number is a power of two),
-the traffic equals that of an ordinary reduce-scatter. The backends only copy values and do not add
-them, so the sums do not depend on the backend.
+For each of its tree nodes, a rank sends (size - 1) / size of the node's vector. With one tree node
+per rank (for example, if every rank has the same number of micro-batches and this number is a power
+of two), the traffic equals that of an ordinary reduce-scatter. The backends only copy values and do
+not add them, so the sums do not depend on the backend.
 """
 
 from __future__ import annotations

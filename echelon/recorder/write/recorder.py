@@ -323,7 +323,7 @@ class Recorder:
 def _step_word(number: Any, before: int) -> int:
     """Return the live word that stores a step: its number, clamped to the valid range, plus one.
 
-    If `number` is not an integer, return `before`.
+    If `number` cannot be converted to an integer, return `before`.
     """
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1

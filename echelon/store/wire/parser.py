@@ -150,7 +150,12 @@ class Parser:
         return out
 
     def finish(self, data: bytes) -> tuple[list[p.Message], bytes]:
-        """Parse the rest of the incomplete command; return its message and the remaining bytes."""
+        """Parse the rest of the incomplete command.
+
+        Returns:
+            A list with the command's message, or an empty list if the command is still incomplete
+            or is invalid; and the bytes that follow the command.
+        """
         out: list[p.Message] = []
         if self.violation is not None:
             return out, b""

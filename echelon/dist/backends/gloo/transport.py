@@ -276,11 +276,11 @@ def tensor(data: Flat) -> Any:
 
 
 def wait(work: Any, watch: Watch) -> None:
-    """Wait for a collective, checking the watch every 100 ms.
+    """Wait for a collective; check every 100 ms whether `watch` requires that it be aborted.
 
     Raises:
         RuntimeError: Gloo reported an error.
-        CollectiveError: the watch ended the operation.
+        CollectiveError: the operation was aborted by `watch`.
     """
     while True:
         try:

@@ -367,7 +367,7 @@ def _wait(control: int, told: dict[str, object]) -> None:
 
 
 def _keep(file: int) -> None:
-    """Keep the file with the rank's environment open, for `fr-analyze --attach`.
+    """Keep a descriptor of the rank's environment file open, for `fr-analyze --attach`.
 
     The file gets a high descriptor number, so that the low numbers remain free for the program.
     """
