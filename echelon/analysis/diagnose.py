@@ -114,7 +114,7 @@ def report_of(picture: Picture) -> Report:
 
 
 def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
-    """Merge the main-thread stacks of all ranks."""
+    """Merge the main-thread stacks of all ranks into a tree; return its top-level branches."""
     shown: dict[int, tuple[str, ...]] = {}
     for rank, facts in evidence.ranks.items():
         thread = main_thread(facts.host.stacks) if facts.host.stacks else None

@@ -190,7 +190,10 @@ def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) ->
 
 
 def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
-    """Lower a confidence of `certain` if ranks without a record might have failed earlier."""
+    """Lower a finding's confidence from `certain` if ranks besides its culprits left no record.
+
+    Such a rank might have failed before the culprits.
+    """
     if finding.confidence is not Confidence.CERTAIN or finding.cause in _SELF_EVIDENT:
         return finding
     unseen = sorted(picture.unseen - set(finding.culprit_ranks))
@@ -225,7 +228,7 @@ def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower the confidence because of a rival that explains as many ranks.
+    """Lower a finding's confidence, because a rival explains as many ranks as the finding.
 
     A rival that is merely `possible` has no effect.
     """

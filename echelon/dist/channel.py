@@ -54,7 +54,7 @@ class Channel:
     collectives, messages with other tags, or other channels.
 
     Attributes:
-        peer: the rank within the group at the other end.
+        peer: the group rank of the other end.
         name: the channel's name.
     """
 

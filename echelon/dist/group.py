@@ -262,7 +262,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @property
     def state(self) -> GroupState:
-        """The state of this rank's operations on the group and, once it has ended, how it ended."""
+        """The state of this rank's operations on the group, and how the group ended if it has."""
         return self._state
 
     def _check_object_call(self, call: str, root: int = 0) -> int:

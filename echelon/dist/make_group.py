@@ -58,7 +58,7 @@ class GroupMaker:
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
-        """Allow groups to be created in `epoch`, after `end` has ended those of earlier epochs."""
+        """Allow groups to be created in `epoch`, after `end` has aborted all earlier groups."""
         with self._adding:
             self._epoch = epoch
             if self._end is not None and self._end[0] <= epoch:

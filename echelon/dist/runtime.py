@@ -362,7 +362,7 @@ def join_after() -> int | None:
 
 
 def own_rank() -> int:
-    """Return the rank that the launcher gave to this process.
+    """Return the rank that the launcher assigned to this process.
 
     Raises:
         ValueError: there is no world.

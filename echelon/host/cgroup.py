@@ -121,7 +121,10 @@ def _nearest(groups: list[dict[str, int]], field: str) -> int | None:
 
 
 def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int | None, int | None]:
-    """Return the usage and the limit of the cgroup that is closest to its limit."""
+    """Return the usage and the limit of the cgroup in `groups` that is closest to its limit.
+
+    If no cgroup has a limit, return the usage of the innermost cgroup, and None.
+    """
     limited = [(group[used], group[limit]) for group in groups if used in group and limit in group]
     if not limited:
         return _nearest(groups, used), None

@@ -81,7 +81,7 @@ class Failover:
     # ---- with a host ----
 
     def on_command(self, command: m.Command, link: Link, node: NodeAgent) -> bool:
-        """Handle a command if it concerns failover; return whether nothing is left to be done."""
+        """Handle a command if it concerns failover; return whether it has been fully handled."""
         if isinstance(command, m.LeaseBeat):
             self._give_up_s = None
             link.send(self._standby.on_beat(command))
@@ -95,7 +95,7 @@ class Failover:
         return False
 
     def _prepare(self, node: NodeAgent) -> None:
-        """Kill any ranks that are still running, and set the permit for the ranks to come."""
+        """Kill any ranks that are still running, and set the permit for the next ranks."""
         if node.has_workers:
             node.kill()
             node.clear_up()

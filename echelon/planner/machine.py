@@ -46,7 +46,7 @@ class Figure:
         return cls(likely, likely / factor, likely * factor)
 
     def draw(self, random: random.Random) -> float:
-        """Draw a value from a truncated log-normal or, if `low` is 0, triangular distribution."""
+        """Draw a value from a clamped log-normal distribution (triangular if `low` is 0)."""
         if self.low <= 0:
             return random.triangular(self.low, self.high, self.likely)
         deviate = random.gauss(0.0, 1 / 1.645)  # 90 % within the bounds

@@ -132,7 +132,10 @@ def _calls(world: ProcessGroup, group: ProcessGroup, x: Any, number: int) -> lis
 
 
 def _overlap(world: ProcessGroup, product: Callable[[], object]) -> dict[str, float]:
-    """Return the fraction of a collective that computation hides, with bounds. Collective."""
+    """Return how much of a collective's time computation can hide, as a fraction with bounds.
+
+    Collective.
+    """
     x = np.ones(_LARGE_NUMBERS, np.float32)
     shares = []
     for _ in range(9):

@@ -31,7 +31,7 @@ class Course:
     """The result of simulating a schedule.
 
     Attributes:
-        makespan: the duration of a step, in the unit of the costs.
+        makespan: the duration of a step, in the same unit as the costs that were simulated.
         busiest: the compute time of the rank with the most work.
         peaks: for each rank, the peak number of (stage, micro-batch) pairs whose activations the
             rank holds at once.

@@ -50,8 +50,8 @@ class Outcome:
     """The result of `plan`.
 
     Attributes:
-        candidates: the layouts that fit, fastest first; one for each combination of mesh and
-            schedule.
+        candidates: the layouts that fit in memory, fastest first; one for each combination of
+            mesh and schedule.
         num_layouts: the number of layouts that were examined.
         num_fitting: the number of layouts that fit.
         smallest: the layout that needs the least memory of all layouts that do not fit; None if all

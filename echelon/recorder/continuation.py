@@ -115,7 +115,7 @@ def lost_notice(ranks: Sequence[int], text: str) -> str:
 
     Args:
         ranks: the ranks that were lost with their nodes.
-        text: the reason to give in the errors of the other ranks.
+        text: the reason to state in the errors that the other ranks raise.
     """
     notice = {
         "group": EVERY_GROUP,

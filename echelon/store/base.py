@@ -232,10 +232,10 @@ class Store(ABC):
         *,
         rank: int | None = None,
     ) -> None:
-        """Wait until `world_size` callers have joined. The key can be reused immediately.
+        """Wait until `world_size` callers have arrived at the barrier `key`.
 
-        `rank` must be passed by all callers in a round or by none. If `rank` is given, a timeout
-        error names the missing ranks.
+        The key can be reused for another round immediately. In a round, either all callers or none
+        must pass `rank`. If `rank` is given, a timeout error names the missing ranks.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)

@@ -63,7 +63,7 @@ class Drawn:
 
 
 class Mixture:
-    """A sequence of sources, drawn in proportion to their weights.
+    """A sequence in which each source occurs in proportion to its weight.
 
     Args:
         weights: one weight per source; at least one must be above 0.

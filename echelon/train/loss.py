@@ -206,7 +206,7 @@ class _Gradients:
             self.of_weight.add_(slopes.t() @ states)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients in place; a copy would take as much memory as the weight."""
+        """Multiply the gradients in place, because a copy could be as large as the weight."""
         for one in (self.of_hidden, self.of_weight):
             if one is not None:
                 one.mul_(factor)

@@ -48,7 +48,7 @@ class Arrivals:
 
     @property
     def span_s(self) -> float:
-        """The time from the first to the last arrival over all collectives, in seconds."""
+        """The time from the first arrival at any collective to the last arrival, in seconds."""
         if len(self.created_ns) < 2:
             return 0.0
         return float(self.created_ns[-1] + self.lag_ns[:, -1].max() - self.created_ns[0]) / 1e9

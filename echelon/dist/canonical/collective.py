@@ -1,13 +1,13 @@
 """Compute sums over ranks in the order of the canonical tree, on any backend.
 
-    reduce_scatter    an all_to_all sends every rank its block of each node's elements; each rank
-                      adds the blocks that it received, in the tree's order.
+    reduce_scatter    an all_to_all sends every rank its block of each tree node's vector; each
+                      rank adds the blocks that it received, in the tree's order.
     all_reduce        reduce_scatter, then an all_gather of the blocks.
 
-For each of its nodes, a rank sends (size - 1) / size of the node's vector. With one node per rank
-(for example, if every rank has the same number of micro-batches and this number is a power of two),
-the traffic equals that of an ordinary reduce-scatter. The backends only copy values and do not add
-them, so the sums do not depend on the backend.
+For each of its tree nodes, a rank sends (size - 1) / size of the node's vector. With one tree node
+per rank (for example, if every rank has the same number of micro-batches and this number is a power
+of two), the traffic equals that of an ordinary reduce-scatter. The backends only copy values and do
+not add them, so the sums do not depend on the backend.
 """
 
 from __future__ import annotations

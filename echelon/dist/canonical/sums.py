@@ -1,4 +1,4 @@
-"""Add one rank's micro-batches in the order of the canonical tree.
+"""Add the vectors of one rank's micro-batches in the order of the canonical tree.
 
 The algorithm works like a binary counter: as soon as a right child is complete, it is added to the
 left child of the same parent. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the

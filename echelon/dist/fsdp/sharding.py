@@ -229,7 +229,7 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
 
 
 def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
-    """Return the parameters that are in no unit yet, and the units that lend other parameters."""
+    """Return the parameters that are in no unit yet, and the units that own the others."""
     sources: dict[int, Source] = {}
     within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}

@@ -132,9 +132,9 @@ class Matcher:
     def _set_early(
         self, tag: int, by_peer: dict[int, deque[Arrival]], peer: int, waiting: deque[Arrival]
     ) -> None:
-        """Store a peer's queue of early messages in `by_peer`, or remove its entry if it is empty.
+        """Store a peer's queue of early messages in `by_peer`; if the queue is empty, remove it.
 
-        If `by_peer` becomes empty, its entry for the tag is removed, too.
+        If no peer of the tag has a queue left, the tag is removed, too.
         """
         if waiting:
             by_peer[peer] = waiting

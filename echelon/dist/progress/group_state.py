@@ -136,7 +136,7 @@ class GroupState:
     # ---- numbers ----
 
     def next_message(self, kind: str, peer: int) -> int:
-        """Return the number of the next message to or from a peer, which `admit` reserves."""
+        """Return the number that `admit` reserves for the next message to or from a peer."""
         return self._message_numbers.get((kind, peer), 0)
 
     def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
@@ -355,7 +355,7 @@ class GroupState:
         """End the group with an error, unless it has already ended.
 
         Returns:
-            The error that ended the group; None if the group was closed or aborted before.
+            The error that ended the group; None if the group had already been closed or aborted.
         """
         mine = _End(error)
         first = self._ends.setdefault("end", mine)

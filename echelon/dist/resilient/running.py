@@ -51,7 +51,7 @@ def run(
 
     Every rank must call `run` after `echelon.dist.init`. Each step ends with a barrier. Each rank
     copies the training state once per step, and the copy takes as much memory as the state itself.
-    For a sharded model, each rank stores the copies of the last two steps. On several hosts, each
+    For a sharded model, each rank stores copies from the last two steps. On several hosts, each
     rank also stores copies of other ranks' shards.
 
     Args:
@@ -70,7 +70,7 @@ def run(
         first: the number of the first step.
         also: schedules, averages and other objects whose state the steps change.
         on_commit: called once per step on each rank, with the step's number and result, when a loss
-            can no longer undo the step. For a sharded model, this is at least one step later, or
+            can no longer undo the step. For a sharded model, this is at the end of a later step, or
             after the last step. The function must not call collectives.
         from_checkpoint: called for a sharded model if all copies of a shard are lost. The function
             loads the newest checkpoint into `model`, `optimizer` and `also`, and returns the number

@@ -52,7 +52,7 @@ def run_pipeline(
         total: the number of the last step, plus one.
         first: the number of the first step.
         on_commit: called once per step on each rank, with the step's number and result, when a loss
-            can no longer undo the step. This is at least one step later, or after the last step.
+            can no longer undo the step. This is at the end of a later step, or after the last step.
             The function must not call collectives.
         from_checkpoint: called if all copies of a stage are lost, with the objects that `build`
             returned for the remaining ranks. The function loads the newest checkpoint into these

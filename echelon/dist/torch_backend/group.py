@@ -436,7 +436,7 @@ def _now(job: Job) -> None:
 
 
 def _close_all() -> None:
-    """Close groups that were left open, so that waiting threads do not abort the process."""
+    """At exit, close all open groups, whose waiting threads could otherwise crash the process."""
     for group in sorted(_open_groups, key=lambda one: one.group_name, reverse=True):
         group.shutdown()
 

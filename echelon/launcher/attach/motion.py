@@ -17,7 +17,7 @@ _WAKES_PER_S = 2.0  # a wait that only checks its deadline wakes less often than
 
 @dataclass(frozen=True, slots=True)
 class Wakes:
-    """How often a main thread has waited, and its processor time in clock ticks."""
+    """The number of times that a main thread has waited, and its processor time in clock ticks."""
 
     waits: int
     ticks: int

@@ -255,7 +255,7 @@ def is_watched(pid: int) -> bool:
 def _runs_watcher(argv: Sequence[str]) -> bool:
     """Return whether a command line runs a launcher that ends the job if a rank fails.
 
-    A path that merely contains a folder with the name of such a launcher does not count.
+    A word matches only if its last path component is the name of such a launcher.
     """
     return any(os.path.basename(word) in _WATCHERS for word in argv[:8])  # noqa: PTH119 -- any text
 

@@ -198,7 +198,7 @@ class EndAttempt:
 
 @dataclass(frozen=True, slots=True)
 class DismissJoiners:
-    """An action: end the replacements that were never admitted, because no worker remains."""
+    """An action: end replacement processes that were not admitted, because no worker remains."""
 
     ranks: tuple[int, ...]
 

@@ -333,7 +333,7 @@ class World:
         return self.limits.look([self._views.get(node) for node in self.members], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
-        """Return why an incident has no dump of a rank.
+        """Return the reason that an incident contains no dump of rank `rank`.
 
         Args:
             late: the nodes whose dumps did not all arrive in time.

@@ -93,7 +93,7 @@ class Candidacy:
         return asked
 
     def _stand(self, now_s: float) -> None:
-        """Begin a round of binding requests, in which this node votes for itself."""
+        """Begin a round of requests for binding votes; this node votes for itself."""
         elector, sounded = self._elector, self._asked
         assert sounded is not None
         asked = Canvass(

@@ -70,7 +70,7 @@ class Mandate:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The term and the index; a later mandate has a greater version."""
+        """The mandate's term and index, as a tuple that is greater for a later mandate."""
         return self.term, self.index
 
     @property

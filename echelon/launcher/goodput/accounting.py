@@ -45,7 +45,7 @@ class Category(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A period of one rank's time; the `parts` add up to the period's length.
+    """A segment of one rank's time; the `parts` add up to the segment's length.
 
     Attributes:
         blamed: the index of the failed attempt to which this segment's `restart` and `repeated`

@@ -15,7 +15,7 @@ _NODES_PER_S = 32  # nodes that may report: a coordinator of thousands of ranks 
 
 
 class LapReports:
-    """The reports about the laps of one attempt's workers on this node.
+    """A producer of reports on the laps of one attempt's workers on this node.
 
     Args:
         words: a function that returns the counters in a rank's ring (its live words), or None if

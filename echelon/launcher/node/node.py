@@ -520,7 +520,7 @@ class NodeAgent:
             self._tell(event)
 
     def collect(self, command: m.Collect) -> None:
-        """Begin a snapshot of this node's ranks; the dumps are sent once they are complete."""
+        """Begin a snapshot of this node's ranks; send the dumps once the snapshot is complete."""
         self._finish_examining()
         occasion, start = self._occasion(command.kind), self._start
         gap_s = second_look_s(0.0 if start is None else start.stall_timeout_ms / 1e3)

@@ -63,7 +63,7 @@ class UserRequest:
 
 
 class Due(Enum):
-    """The actions that can be due while workers are being stopped."""
+    """The actions that can become due while workers are being stopped."""
 
     NOTHING = "nothing"
     KILL_HUNG = "kill hung ranks"

@@ -157,11 +157,11 @@ class Workers:
         return ends[0][0], ends[1][0]
 
     def take(self, index: int, as_index: int, env: Mapping[str, str], *, group: str = "") -> None:
-        """Turn a standby into a worker. The next event is `Started` or `Failed`.
+        """Turn a standby into a worker. The worker's next event is `Started` or `Failed`.
 
         Args:
             index: the standby's index.
-            as_index: the new index of the worker.
+            as_index: the index that the worker gets.
             env: the worker's environment, which names the location of its ring.
             group: the path of the worker's own cgroup; "" means none.
         """

@@ -26,7 +26,7 @@ class Fold:
 
     @property
     def deadline_s(self) -> float | None:
-        """The time at which the next line is due; None if no line is held."""
+        """The time at which the next line is due; None if no line is held back."""
         return min((held.due_s for held in self._held.values()), default=None)
 
     def add(self, rank: int, line: bytes, now_s: float) -> list[bytes]:

@@ -206,7 +206,7 @@ class LiveRing:
 
     @property
     def open_span_slots(self) -> npt.NDArray[Any]:
-        """The mapped slots for open spans, of dtype `SPAN_SLOT`."""
+        """The ring's slots for open spans, as a memory-mapped array of dtype `SPAN_SLOT`."""
         return self._open_spans
 
     def text(self, ref: int) -> str:

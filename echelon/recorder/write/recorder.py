@@ -321,7 +321,10 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return a step's live word: `number`, clamped, plus one; `before` if `number` is invalid."""
+    """Return the live word that stores a step: its number, clamped to the valid range, plus one.
+
+    If `number` cannot be converted to an integer, return `before`.
+    """
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

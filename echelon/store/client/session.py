@@ -3,8 +3,8 @@
 `ask` sends a query that is answered immediately. `wait` sends a query that can block and is
 cancelled at the deadline. `write` sends a query that is answered only if it is refused.
 
-A query with `can_repeat=True` is retried over a new link, unless quiet writes might have been lost.
-`ask` retries a query at most once, and `wait` at most twice.
+A query with `can_repeat=True` is retried over a new link, unless earlier writes might have been
+lost. `ask` retries a query at most once, and `wait` at most twice.
 """
 
 from __future__ import annotations

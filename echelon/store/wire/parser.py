@@ -150,7 +150,12 @@ class Parser:
         return out
 
     def finish(self, data: bytes) -> tuple[list[p.Message], bytes]:
-        """Parse the rest of the incomplete command; return its message and the remaining bytes."""
+        """Parse the rest of the incomplete command.
+
+        Returns:
+            A list with the command's message, or an empty list if the command is still incomplete
+            or is invalid; and the bytes that follow the command.
+        """
         out: list[p.Message] = []
         if self.violation is not None:
             return out, b""
@@ -174,7 +179,7 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Extract complete commands from `position` on, and start to parse an incomplete one."""
+        """Extract complete commands, starting at `position`; begin to parse an incomplete one."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from

@@ -42,7 +42,7 @@ class Embedding(nn.Embedding):
     """An embedding whose weights are drawn from a normal distribution."""
 
     def reset_parameters(self) -> None:
-        """Draw the weights, unless they are on the meta device."""
+        """Initialize the weights with random values, unless they are on the meta device."""
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=INIT_STD)
 

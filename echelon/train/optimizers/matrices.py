@@ -132,7 +132,7 @@ class Bucket:
 
 
 class Buckets:
-    """Buckets keyed by the ranks that hold a matrix, in order of first use."""
+    """Buckets of matrices held by the same ranks, in the order in which they were created."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], Bucket] = {}

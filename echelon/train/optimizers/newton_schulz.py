@@ -44,6 +44,6 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 def num_products(shape: tuple[int, ...]) -> int:
-    """Return the number of multiplications per iteration, for comparing the cost of matrices."""
+    """Return the number of multiplications per iteration, as a measure of a matrix's cost."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)

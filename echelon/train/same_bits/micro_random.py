@@ -54,7 +54,7 @@ def continued_random(state: torch.Tensor, device: torch.device) -> Iterator[None
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Return the states of the host's and the device's generators, as uint8 on the device."""
+    """Return the host's and the device's generator states, as one uint8 tensor on `device`."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(_module(device).get_rng_state(device))

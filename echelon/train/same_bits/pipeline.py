@@ -191,7 +191,7 @@ class SameBitsPipeline:
         """Scale all gradients of all stages so that their 2-norm is at most `max_norm`. Collective.
 
         Args:
-            max_norm: the upper bound; with infinity, the norm is only measured.
+            max_norm: the upper bound; if it is infinite, the gradients are not scaled.
 
         Returns:
             The norm before scaling, with the same bits on every rank.
@@ -329,7 +329,7 @@ class _Listener:
         return random_state(stage.device or torch.device("cpu"))
 
     def computed(self, stage: Stage, microbatch: int, *, is_complete: bool) -> None:
-        """Collect a stage's gradients after a full or half backward pass."""
+        """Collect a stage's gradients after a full backward pass or one of its halves."""
         taken = self._gradients[stage.index].take()
         key = stage.index, microbatch
         if key in self._halves:

@@ -52,8 +52,8 @@ class SameBits:
             the micro-batch.
         run: this rank's micro-batches. Each rank's range must begin where the previous rank's range
             ends. None means an even split.
-        probe: whether to check, at the first step, that a micro-batch gives the same bits twice and
-            on all ranks.
+        probe: whether to check, at the first step, that a micro-batch gives the same bits when
+            repeated, and on every rank.
         fingerprints: a folder, such as RUN/fingerprints, in which to record a hash of each
             parameter's gradient in each micro-batch, for `fr-analyze --compare`. Recording reads
             every gradient once. With None, nothing is recorded.
@@ -169,7 +169,7 @@ class SameBits:
         """Scale all gradients so that their 2-norm is at most `max_norm`. Collective.
 
         Args:
-            max_norm: the upper bound; with infinity, the norm is only measured.
+            max_norm: the upper bound; if it is infinite, the gradients are not scaled.
 
         Returns:
             The norm before scaling, with the same bits on every rank.

@@ -86,7 +86,7 @@ class Lanes:
 
     @cached_property
     def pending(self) -> npt.NDArray[np.int64]:
-        """The index of each member's first pending column, or -1 if none: [num_members].
+        """The column of each member's first pending operation, or -1 if none: [num_members].
 
         A member's last operation counts as pending if it failed.
         """

@@ -86,7 +86,7 @@ class Streams:
 
     @cached_property
     def heads(self) -> Mapping[int, Head]:
-        """The head of each rank's queue, for ranks with pending operations."""
+        """The `Head` of each rank that has pending operations, keyed by rank."""
         found: dict[int, Head] = {}
         for rank, facts in self.evidence.ranks.items():
             head = _head(facts)

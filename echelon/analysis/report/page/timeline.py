@@ -132,7 +132,7 @@ def _begin(kept: list[npt.NDArray[Any]]) -> int:
 def _end(ranks: list[RankEvidence], kept: list[npt.NDArray[Any]], begin: int) -> int:
     """Return the time at which the ranks were last observed.
 
-    If the records do not contain this time, return a time after the end of the last box.
+    If the records do not contain this time, return a time after the end of the last operation.
     """
     seen = max((facts.seen_ns for facts in ranks), default=0)
     last = max((_last(rows) for rows in kept), default=begin)

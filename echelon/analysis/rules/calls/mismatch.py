@@ -87,7 +87,7 @@ def divergence(lanes: Lanes) -> Divergence | None:
 
 
 def _was_harmless(lanes: Lanes, column: int) -> bool:
-    """Return whether all members completed both the differing call and a later call."""
+    """Return whether all members completed the call in `column` and at least one later call."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     return bool(done[column] and done[column + 1 :].any())
 

@@ -166,7 +166,7 @@ def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return a sign of a slip if one side has left the loop and called a barrier."""
+    """Return a sign of a slip if only one of the two members has moved on to a barrier."""
     odd_row, usual_row = lanes.row(odd, column), lanes.row(usual, column)
     if odd_row is None or usual_row is None or odd_row["site"] == usual_row["site"]:
         return None

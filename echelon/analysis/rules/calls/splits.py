@@ -47,7 +47,7 @@ def _calls(lanes: Lanes, column: int) -> list[Call]:
 
 
 def odd_members(lanes: Lanes, column: int) -> tuple[int, ...]:
-    """Return the members with the most inconsistent splits, or () if all splits are consistent."""
+    """Return the members whose splits are most inconsistent, or () if all splits are consistent."""
     signatures = [call.signature for call in _calls(lanes, column)]
     size = len(signatures)
     sends = [s.input_splits for s in signatures]

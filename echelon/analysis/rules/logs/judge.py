@@ -273,7 +273,7 @@ def _followed(
 
 @dataclass(frozen=True, slots=True)
 class _Suspects:
-    """The ranks that the logged consequences point to."""
+    """The ranks that are suspected on the basis of the job's logs."""
 
     ranks: tuple[int, ...]
     cause: Cause

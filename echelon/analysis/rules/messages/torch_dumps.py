@@ -85,9 +85,9 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the side that has never before completed the same call with its peer.
+    """Return the side that has never completed the same call with its peer before.
 
-    The result is None if neither side or both sides have done so.
+    The result is None if this is true of both sides or of neither.
     """
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:

@@ -125,7 +125,7 @@ def read_loss(picture: Picture, rank: int) -> Reading:
 
 
 def read_absence(picture: Picture, rank: int) -> Reading:
-    """Return the reading for a rank that left no readable record.
+    """Return a `Reading` for a rank that left no readable record.
 
     Without an incident, the confidence is low, because the record might have been lost while files
     were being copied.

@@ -52,8 +52,8 @@ class Laggards:
 def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
     """Return the members that most often arrived last, or None if there were too few collectives.
 
-    The result is a single rank, the ranks of one host, or a few ranks that each arrive after all
-    others.
+    The result is a single rank, the ranks of one host, or a few ranks, all of which arrive
+    after the remaining ranks.
 
     Args:
         hosts: the host of each member: [num_members].

@@ -66,8 +66,8 @@ class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
 class Swap:
     """A receive and a send in progress, with the interface of a Gloo collective.
 
-    A separate thread waits for Gloo, and the caller waits for that thread. The caller can therefore
-    check its watch while it waits.
+    A separate thread waits for Gloo, and the caller waits for that thread. While waiting, the
+    caller can therefore check whether the operation must be aborted (see `Watch`).
     """
 
     def __init__(self, wait_for_both: Callable[[], None]) -> None:
@@ -276,11 +276,11 @@ def tensor(data: Flat) -> Any:
 
 
 def wait(work: Any, watch: Watch) -> None:
-    """Wait for a collective, checking the watch every 100 ms.
+    """Wait for a collective; check every 100 ms whether `watch` requires that it be aborted.
 
     Raises:
         RuntimeError: Gloo reported an error.
-        CollectiveError: the watch ended the operation.
+        CollectiveError: the operation was aborted by `watch`.
     """
     while True:
         try:

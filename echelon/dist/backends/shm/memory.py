@@ -44,7 +44,7 @@ class SharedMemory:
         self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES] = mark
 
     def read_mark(self, rank: int) -> bytes:
-        """Return the mark that a rank wrote."""
+        """Return the mark that rank `rank` wrote to the shared memory."""
         return self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES]
 
     def close(self) -> None:

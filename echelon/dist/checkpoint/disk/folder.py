@@ -359,7 +359,10 @@ def _sweep(root: Path) -> None:
 
 
 def _remove_uncommitted(version: Path) -> None:
-    """Hide a version without a commit mark; remove it unless a job has just committed it."""
+    """Hide a version that has no commit mark, and remove it.
+
+    If a job commits the version before it is hidden, restore the version instead.
+    """
     trash = files.set_aside(version)
     with contextlib.suppress(OSError):  # the next save tries again
         if (trash / COMMIT).exists():

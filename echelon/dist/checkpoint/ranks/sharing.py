@@ -80,7 +80,7 @@ class Lines(NamedTuple):
     Attributes:
         for_all: the line of all ranks, or None.
         for_some: the lines of smaller sets of ranks, sorted by their ranks.
-        has_some: True if at least two ranks of the job, but not all, share a line.
+        has_some: True if any line of the job belongs to at least two ranks but not to all ranks.
     """
 
     for_all: Line | None

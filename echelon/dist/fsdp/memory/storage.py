@@ -25,8 +25,8 @@ class Memory:
     """The memory that the units of one group share and reuse.
 
     Args:
-        limit: a function that returns a limit in bytes. On the host, it applies to idle memory; on
-            a device, it applies to released memory that might still be in use.
+        limit: a function that returns a limit in bytes. On the host, the limit applies to idle
+            memory; on a device, it applies to released memory that might still be in use.
 
     Attributes:
         pages: the idle memory on the host.

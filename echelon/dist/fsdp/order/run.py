@@ -65,7 +65,7 @@ class Run:
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
-        """Carry over to the next run the units that this run has not gathered.
+        """For the next run, retain only the units that this run has not gathered.
 
         This method is called after a run that computed no parameter gradients.
         """

@@ -134,7 +134,10 @@ class Driver:
         return self._num_flats - 1
 
     def near(self, size: int) -> ProcessGroup:
-        """Return this rank's group of `size` neighbors. Collective on the first call per size."""
+        """Return a group of `size` neighbors that includes this rank.
+
+        Collective on the first call per size.
+        """
         if is_absent(self.group):
             return self.group  # until the unit moves; it refuses all operations
         if size not in self._near:

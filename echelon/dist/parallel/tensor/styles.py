@@ -127,7 +127,7 @@ def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
-    """Leave an embedding whole, but output only this rank's positions if positions are split."""
+    """Leave an embedding whole; if the sequence is split, output only this rank's positions."""
     embedding = _embedding(name, module)
     if setting.sequence:
 

@@ -121,7 +121,7 @@ class _Clock:
         self._link_free: dict[tuple[int, int], float] = {}
 
     def run(self) -> list[list[Slot]]:
-        """Run the simulation; return the slots of every rank."""
+        """Run the simulation; return each rank's actions with their start and end times."""
         rows = [[action for action in row if action.is_compute] for row in self._plan.rows]
         going = True
         while going:

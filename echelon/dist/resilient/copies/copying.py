@@ -66,7 +66,7 @@ class Copying:
 
     @property
     def needs_decision(self) -> bool:
-        """True if the thread has read this rank's state, but `decide` has not been called yet."""
+        """True if the copying thread has read this rank's state and awaits a call to `decide`."""
         return self._has_copied.is_set() and not self._is_decided.is_set()
 
     def start(self) -> bool:

@@ -3,12 +3,13 @@
 A world begins once at least `min_nodes` nodes are connected and one of these conditions holds:
 
 - `max_nodes` nodes are connected.
-- At least one node of the previous world has stayed connected and is not avoided.
+- At least one node of the previous world has stayed connected and is not to be avoided.
 - The last call has ended.
 
 The last call is a short grace period for nodes that were started together but connect at different
 times. It lasts at most 3 s by default. Nodes that connect later wait for the next world as spares.
-At most `spares` nodes can wait. Avoided nodes are chosen only if too few other nodes are connected.
+At most `spares` nodes can wait. Nodes to be avoided, such as nodes that failed repeatedly, are
+chosen only if too few other nodes are connected.
 
 Ranks are assigned in node order. In the first world, nodes with a `--node-rank` come first, sorted
 by that rank. The coordinator's node comes next, followed by the other nodes in natural order of

@@ -36,7 +36,7 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Losses:
-    """The losses of the current attempt.
+    """The losses of ranks in the current attempt.
 
     Args:
         report: the job's report, to which each survived loss is added.

@@ -365,7 +365,7 @@ class Replacements:
             self._say(f"{self._process_of(rank)} has not been ready to join for {STARTS_S:g} s")
 
     def _end(self, world: World, rank: int, now_s: float) -> list[decide.Event]:
-        """Kill a process that takes too long; if it survives SIGKILL, stop waiting for it."""
+        """Kill a process whose deadline has passed; if it survives SIGKILL, stop waiting for it."""
         place = self._places[rank]
         if place.stage is _Stage.ADMITTED:
             place.until_s = float("inf")

@@ -125,7 +125,7 @@ class Restarting:
         return pack(known)
 
     def inherit(self, memory: str) -> None:
-        """Continue with a former host's memory; print one line if it cannot be deserialized."""
+        """Adopt a former host's restart history; print one line if it cannot be deserialized."""
         try:
             known = unpack(memory)
         except ValueError as err:

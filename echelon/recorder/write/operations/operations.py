@@ -114,7 +114,7 @@ class OperationWriter(Protocol):
     def begin_prepared(
         self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
     ) -> int:
-        """Record that an operation was called with prepared arguments; see `begin`."""
+        """Record a call to an operation, given arguments from `prepare`; see `begin`."""
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
         """Record when the backend started the operation."""
@@ -277,7 +277,7 @@ class Operations:
     def begin_prepared(
         self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
     ) -> int:
-        """Record that an operation was called with prepared arguments; see `OperationWriter`."""
+        """Record a call to an operation, given arguments from `prepare`; see `OperationWriter`."""
         try:
             (operation, dtype, reduce_op, timeout_s, shapes, num_bytes, group, root) = call
             return Operations.begin(

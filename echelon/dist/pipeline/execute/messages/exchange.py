@@ -25,7 +25,7 @@ _NAMES = {Product.OUTPUT: "RECV_F", Product.INPUT_GRAD: "RECV_B"}
 
 
 class Routes:
-    """The sources and destinations of the tensors that this rank exchanges, given the plan."""
+    """The planned source and destination of each tensor that this rank exchanges."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.owner = plan.rank_of_stage

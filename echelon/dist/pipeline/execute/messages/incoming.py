@@ -134,10 +134,10 @@ class Incoming:
         return unpack(arrival.specs, arrival.payload)
 
     def _read_headers(self, thing: Thing) -> None:
-        """Wait for the headers of all results up to and including `thing`, and read the headers.
+        """Read the headers of all results up to and including `thing`, waiting for each header.
 
-        Headers are read in the peer's order, because receives from the spill channel must also be
-        posted in this order.
+        Headers are read in the order in which the peer sends them, because receives from the spill
+        channel must also be posted in this order.
         """
         while self._num_read <= self._place[thing]:
             one = self._order[self._num_read]

@@ -1,1 +1,1 @@
-"""The schedules: pure functions from (ranks, micro-batches, chunks) to rows."""
+"""The schedules: pure functions from the numbers of ranks, micro-batches and chunks to rows."""

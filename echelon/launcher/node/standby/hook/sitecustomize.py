@@ -152,7 +152,7 @@ def _load(names: list[str]) -> None:
 
 
 def _is_read_early(name: str, before: dict[str, str]) -> bool:
-    """Return whether an import has read variable `name`, which the program sets only later."""
+    """Return whether an import read variable `name` before the program set it."""
     if name == "PYTHONPATH":  # what a standby was started with differs from what its rank has
         return False
     is_read = name in _Noted.read or name in _Noted.tested or name.startswith(_READ_FROM_C)
@@ -367,7 +367,7 @@ def _wait(control: int, told: dict[str, object]) -> None:
 
 
 def _keep(file: int) -> None:
-    """Keep the file with the rank's environment open, for `fr-analyze --attach`.
+    """Keep a descriptor of the rank's environment file open, for `fr-analyze --attach`.
 
     The file gets a high descriptor number, so that the low numbers remain free for the program.
     """
