@@ -340,7 +340,7 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, ended: Mapping[int, int], error: str = "") -> None:
-        """Handle the simultaneous end of one or more ranks.
+        """Handle the end of a rank, or of several ranks that ended together.
 
         Args:
             ended: the exit code of each rank that ended; LOST for a rank that was lost with its

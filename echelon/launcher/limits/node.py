@@ -58,7 +58,7 @@ class _Rank:
 
 
 class NodeLimits:
-    """The duration histories of one attempt's ranks on this node.
+    """How long operations and phases have taken on this node's ranks in one attempt.
 
     Args:
         store_port: the port of the store. Traffic on connections to the store does not count as

@@ -497,7 +497,7 @@ class Peer(asyncio.Protocol):
     # Becoming a member.
 
     def _is_admitted(self, message: p.Message) -> bool:
-        """Return whether a command can be executed; if not, defer it or refuse the peer."""
+        """Return whether a command can be executed now; if not, defer it or disconnect the peer."""
         query = message[0]
         if self.standing is Standing.CLOSED:
             return False

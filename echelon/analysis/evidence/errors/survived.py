@@ -77,9 +77,9 @@ class Survived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Break:
-    """The rows that failed because of one error.
+    """The rows of evidence whose operations failed because of one error.
 
-    `failed` maps each rank to the ascending indices of its failed rows: [num_rows].
+    `failed` maps each rank to the indices of these rows, in ascending order: [num_rows].
     """
 
     group: int

@@ -105,7 +105,7 @@ class OperationWriter(Protocol):
         timeout_s: float,
         /,
     ) -> Any:
-        """Preprocess arguments of `begin` that many calls have in common.
+        """Preprocess the arguments of `begin` that are the same for many calls.
 
         Returns:
             The argument to pass to `begin_prepared`; None if the call cannot be recorded.
