@@ -101,7 +101,7 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """Return this host's identity. Processes with equal "boot" and "net" values share a host."""
+    """Return this host's identity. Two processes share a host if "boot" and "net" are equal."""
     return {"boot": boot_id(), "net": _namespace("net"), "pids": pid_namespace()}
 
 

@@ -811,7 +811,7 @@ class Coordinator:
     def _check_verdicts(self, now_s: float) -> None:
         """Conclude the job once every incident has its verdict or the wait for verdicts times out.
 
-        If the user stopped the job, verdicts are not awaited.
+        If the user stopped the job, do not wait for verdicts.
         """
         assert self._ending is not None
         world, end = self._ending

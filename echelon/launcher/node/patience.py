@@ -53,7 +53,7 @@ class UserRequest:
         self._is_answered = True
 
     def deadline_s(self) -> float:
-        """Return when this node stops on its own, unless the coordinator responds before then.
+        """Return the time at which this node stops by itself if the coordinator has not responded.
 
         Return infinity if no stop signal is waiting for a response.
         """

@@ -136,7 +136,7 @@ def _kind_of(error: str) -> str:
 
 
 def _breaks(evidence: Evidence) -> Iterator[_Break]:
-    """Yield one error per group, or one per failed operation if the group was used afterward."""
+    """Yield one error per failed group, or one per failed operation if the group was used again."""
     by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
     for rank, facts in evidence.ranks.items():
         failed = facts.rows["state"] == State.FAILED

@@ -132,7 +132,7 @@ class _Thread(threading.local):
 
 
 class _Outside:
-    """A placeholder for the missing callers of a thread's outermost frame."""
+    """A placeholder for frames, used where a thread's call stack has no more frames."""
 
     f_code = None
     f_lasti = -1

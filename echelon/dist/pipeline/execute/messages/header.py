@@ -109,7 +109,7 @@ def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
 
 
 def unpack(specs: Iterable[Spec], payload: torch.Tensor) -> Tensors:
-    """Return a payload's tensors as views; each is a leaf with the `requires_grad` of its spec."""
+    """Return a payload's tensors as views; each is a leaf with its spec's `requires_grad`."""
     tensors: Tensors = []
     at = 0
     for spec in specs:
