@@ -65,9 +65,9 @@ class GroupMaker:
                 self._end = None
 
     def end(self, error: CollectiveError, epoch: int) -> None:
-        """End all groups from epochs before `epoch` with an error.
+        """Fail all groups from epochs before `epoch` with the given error.
 
-        The method can be called on any thread. Groups that are being created end within about a
+        The method can be called on any thread. Groups that are being created fail within about a
         second.
         """
         with self._adding:

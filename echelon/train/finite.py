@@ -238,7 +238,7 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 
 def _share(name: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """Return the names that all ranks passed, in rank order. Collective."""
+    """Exchange one name per rank; return all names, in rank order. Collective."""
     data = name.encode()[:_NAME_BYTES]
     mine = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
     mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)

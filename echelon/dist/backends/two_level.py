@@ -152,7 +152,7 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Abort all work in the engines of both levels.
+        """Abort all work in every engine.
 
         Closing the group while a collective is running is treated as a failure.
         """
@@ -162,7 +162,7 @@ class TwoLevelEngine(HostEngine):
             engine.cut(reason)
 
     def close(self) -> None:
-        """Release both levels."""
+        """Release every engine."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -53,7 +53,7 @@ class _Run:
         self._ends = ends
 
     def end(self) -> None:
-        """Report that the run has ended."""
+        """Notify the driver that the autograd run has ended."""
         self._ends()
 
 
