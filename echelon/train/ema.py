@@ -120,7 +120,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             parameter.copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load averages from a saved state, converting them to the dtypes of this object's own.
+        """Load averages from a saved state, converting them to this object's dtypes.
 
         Raises:
             ValueError: the method was called inside `applied()`, or the state does not match the

@@ -58,7 +58,7 @@ class _Rank:
 
 
 class NodeLimits:
-    """How long operations and phases have taken on this node's ranks in one attempt.
+    """The durations of operations and phases on this node's ranks during one attempt.
 
     Args:
         store_port: the port of the store. Traffic on connections to the store does not count as

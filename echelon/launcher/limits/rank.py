@@ -1,4 +1,4 @@
-"""Compare how long a rank's current operations and phases take with how long they took before.
+"""Compare the durations of one rank's current operations and phases with earlier durations.
 
 [Note: phases excuse] A checkpoint, a compilation or an evaluation can take a long time while other
 ranks wait. Therefore, no rank is examined early while any rank is in a phase that does not have a

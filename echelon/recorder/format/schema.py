@@ -288,7 +288,7 @@ SPAN = np.dtype(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The process that wrote a black box, the readings of its clocks, and the recorder's settings.
+    """The process that wrote a black box, its clock readings, and the recorder's settings.
 
     `mono_ns` and `wall_ns` are read at the same moment. Adding `clock_offset_ns` to a timestamp of
     this rank converts the timestamp to rank 0's clock. The error of that offset was at most

@@ -132,7 +132,7 @@ class _Thread(threading.local):
 
 
 class _Outside:
-    """A placeholder for frames, used where a thread's call stack has no more frames."""
+    """A placeholder frame, used when a call stack has fewer frames than a call site needs."""
 
     f_code = None
     f_lasti = -1
