@@ -185,7 +185,7 @@ class GroupMaker:
             watcher().post(state.close)
 
     def first_error(self) -> CollectiveError | None:
-        """Return an error that ended one of the groups, or None if no group has failed."""
+        """Return the error of one of the failed groups, or None if no group has failed."""
         with self._adding:
             groups = list(self._groups)
         errors = [group.state.error for group in groups if not group.state.is_closed]

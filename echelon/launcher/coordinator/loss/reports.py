@@ -35,7 +35,7 @@ class Reports:
         self._remote: dict[int, Standing] = {}  # of ranks on other nodes
 
     def clear(self) -> None:
-        """Forget all reports, because another attempt begins."""
+        """Forget all reports, because a new attempt is beginning."""
         self._remote.clear()
 
     def take(self, rows: Iterable[Sequence[int]]) -> None:
