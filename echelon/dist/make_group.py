@@ -65,9 +65,9 @@ class GroupMaker:
                 self._end = None
 
     def end(self, error: CollectiveError, epoch: int) -> None:
-        """End all groups from epochs before `epoch` with an error.
+        """Fail all groups from epochs before `epoch` with the given error.
 
-        The method can be called on any thread. Groups that are being created end within about a
+        The method can be called on any thread. Groups that are being created fail within about a
         second.
         """
         with self._adding:
@@ -185,7 +185,7 @@ class GroupMaker:
             watcher().post(state.close)
 
     def first_error(self) -> CollectiveError | None:
-        """Return an error that ended one of the groups, or None if no group has failed."""
+        """Return the error of one of the failed groups, or None if no group has failed."""
         with self._adding:
             groups = list(self._groups)
         errors = [group.state.error for group in groups if not group.state.is_closed]

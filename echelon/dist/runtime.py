@@ -284,7 +284,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts, timeout_s: float) ->
     have joined. Errors in the new world identify ranks by the numbers that the launcher gave them.
 
     Args:
-        ranks: the ranks that the launcher gave to the new world's members, in group order.
+        ranks: the numbers that the launcher gave to the new world's ranks, in group order.
         epoch: a number higher than the epochs of all earlier worlds of these ranks.
         facts: the `process_identity` of each of these ranks.
         timeout_s: the timeout for this call and for the new world's operations.

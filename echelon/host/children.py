@@ -23,7 +23,7 @@ def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[Host
     """Examine up to `limit` descendants of a process.
 
     Returns:
-        The examined descendants that still exist, and the number of all descendants.
+        The examined descendants that still exist, and the total number of descendants.
     """
     below = descendants(pid)
     return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)

@@ -101,7 +101,10 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """Return this host's identity. Processes with equal "boot" and "net" values share a host."""
+    """Return this host's identity.
+
+    Two processes run on the same host if their "boot" and "net" values are equal.
+    """
     return {"boot": boot_id(), "net": _namespace("net"), "pids": pid_namespace()}
 
 

@@ -1,4 +1,4 @@
-"""Read files in /proc, distinguishing missing files from denied ones.
+"""Read files in /proc, distinguishing missing files from files to which access is denied.
 
 A container can deny access to some files in /proc. The name of a denied file is recorded, and the
 file is treated as empty.

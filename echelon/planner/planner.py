@@ -111,7 +111,7 @@ def _best_of_each_mesh(
 def _compared(
     model: Model, job: Job, machine: Machine, best: Sequence[tuple[Layout, Memory]]
 ) -> tuple[Candidate, ...]:
-    """Estimate the layouts' step times on many sampled machines; sort them by the likely time."""
+    """Estimate step times on many sampled machines; sort the layouts by their likely step time."""
     if not best:
         return ()
     chance = random.Random(_SEED)

@@ -18,7 +18,7 @@ _GIB = 1 << 30
 def as_text(
     model: Model, job: Job, machine: Machine, outcome: Outcome, memory_bytes: float, num_shown: int
 ) -> str:
-    """Return the report as text: a table, details of the first layout, and the uncertainty."""
+    """Return the report: a table, details of the first layout, and the estimates' uncertainty."""
     return "\n".join(_lines(model, job, machine, outcome, memory_bytes, num_shown))
 
 

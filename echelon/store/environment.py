@@ -54,7 +54,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def job_observer() -> Callable[[str, str], AbstractContextManager[object]] | None:
-    """Return an observer that records waits in the worker's black box; None outside a job."""
+    """Return an observer that records waits for the store in the black box; None outside a job."""
     if "ECHELON_RANK_DIR" not in os.environ:
         return None
     from echelon.recorder import span  # loaded only where there is a box to write to

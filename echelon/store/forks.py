@@ -28,9 +28,9 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def keep_from_children(owner: Owner) -> None:
-    """Make forked children release an owner's descriptors.
+    """Make forked children release the descriptors that an object owns.
 
-    Only a weak reference to the owner is stored.
+    Only a weak reference to the object is stored.
     """
     _owners.add(owner)
 

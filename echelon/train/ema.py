@@ -120,7 +120,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             parameter.copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load saved averages, converting them to the dtype in which averages are stored.
+        """Load averages from a saved state, converting them to this object's dtypes.
 
         Raises:
             ValueError: the method was called inside `applied()`, or the state does not match the

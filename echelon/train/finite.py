@@ -110,7 +110,7 @@ class FiniteGuard:
         return self._num_in_a_row
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the norm of the gradients to `max_norm`; count a skipped step if it is not finite.
+        """Clip the gradients' norm to `max_norm`; count a skipped step if the norm is not finite.
 
         Call the method once per step, after the last backward pass. It is collective among the
         ranks of `over` and blocks until the gradients have been reduced.
@@ -238,7 +238,7 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 
 def _share(name: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """Return the names that all ranks passed, in rank order. Collective."""
+    """Exchange one name per rank; return all names, in rank order. Collective."""
     data = name.encode()[:_NAME_BYTES]
     mine = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
     mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)

@@ -220,7 +220,7 @@ def _parts(numel: int, size: int) -> list[slice]:
 
 
 def _states(hidden: Tensor, counts: Tensor, plan: _Plan) -> Tensor:
-    """Return a chunk of `hidden` in the dtype of the products, with zeros for ignored tokens.
+    """Return a chunk of `hidden` in the dtype of the matrix products, with ignored tokens zeroed.
 
     A weight of 0 in the loss would not be enough to exclude these tokens, because a NaN multiplied
     by 0 is still NaN.

@@ -55,7 +55,7 @@ class Tables:
         return known
 
     def call(self, call: Call, comparable: object = None) -> int:
-        """Return the number of a call, adding the call if it is new.
+        """Return the index of a call in `calls`, adding the call if it is new.
 
         Args:
             comparable: the fields that must be equal on all members. None means that the rules for

@@ -162,7 +162,7 @@ class Picture:
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Return whether packets are being lost between the ranks in an operation."""
+        """Return whether packets are being lost between the participants in an operation."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property

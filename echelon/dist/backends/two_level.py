@@ -152,14 +152,17 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Cut both levels. A close is treated as a failure if a collective is still running."""
+        """Abort all work in every engine.
+
+        Closing the group while a collective is running is treated as a failure.
+        """
         if reason is None and not self._serial.is_idle:
             reason = build.closed(self._members, Operation("close", 0))
         for engine in self._engines():
             engine.cut(reason)
 
     def close(self) -> None:
-        """Release both levels."""
+        """Release every engine."""
         if self._is_closed:
             return
         self._is_closed = True

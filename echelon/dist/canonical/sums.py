@@ -65,8 +65,8 @@ class TreeSums:
         """Add the next micro-batch's vector.
 
         Args:
-            number: the micro-batch's number. Each micro-batch of the range must be added
-                exactly once, in ascending order of number.
+            number: the micro-batch's number. Each number in `run` must be added exactly once, in
+                ascending order.
             vector: [numel], converted to the dtype of the sums. The caller must not use
                 the vector afterwards, because its memory might be reused for a sum.
 

@@ -37,7 +37,7 @@ class _Descriptors:
                 self._open[process] = (fd, 0)
 
     def take(self, process: Process) -> int | None:
-        """Return a process's pidfd and count one use, or return None if no pidfd is available."""
+        """Return a process's pidfd and increment its use count; None if there is no pidfd."""
         with self._lock:
             fd, users = self._open.get(process, (-1, 0))
             if fd < 0:
@@ -87,7 +87,11 @@ _descriptors = _Descriptors()
 
 
 def _forget() -> None:
-    """Reset the descriptors in a forked child, where a lock held during the fork stays locked."""
+    """Reset the descriptors in a forked child.
+
+    If another thread held the old object's lock during the fork, the lock is never released in the
+    child.
+    """
     global _descriptors
     _descriptors = _Descriptors()
 

@@ -72,9 +72,10 @@ class Streams(Interface):
         """Interrupt another thread's current or next `wait`."""
 
     def close(self) -> None:
-        """Release all resources. Called by the driver's thread.
+        """Release all resources.
 
-        If this thread never started, called by the thread that closes the driver.
+        The driver's thread calls this method. If that thread never started, the thread that closes
+        the driver calls it.
         """
 
 

@@ -26,14 +26,14 @@ _LARGEST_TAG = (1 << 31) - 3  # the engines use the two above
 
 
 def check_reduce_op(op: str, dtype: str) -> str:
-    """Check that a reduction is defined on a dtype.
+    """Check that a reduction is defined for a dtype.
 
     Returns:
         The reduction that engines perform. For bool, sum, max and bor become "max", and prod, min
         and band become "min". For other dtypes, the reduction is `op`.
 
     Raises:
-        ValueError: the reduction is unknown, or is not defined on the dtype.
+        ValueError: the reduction is unknown, or is not defined for the dtype.
     """
     if op not in REDUCE_OPS:
         raise ValueError(f"unknown op {op!r}; use one of {', '.join(REDUCE_OPS)}")

@@ -181,7 +181,7 @@ def _shard(
 
 @contextlib.contextmanager
 def _own_seed(axes: Axes) -> Iterator[None]:
-    """Within the block, use a different seed on each rank of axis "tp".
+    """Within the block, use a different seed on each rank along axis "tp".
 
     The slices of a parameter are therefore initialized with different values.
     """

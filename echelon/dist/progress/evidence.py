@@ -51,9 +51,10 @@ class Evidence(Protocol):
         """Return a more precise error for a failed operation, or `error` if none is found."""
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended the operation, or `error` if unknown.
+        """Return the verdict of the rank whose failure ended the operation, as an error.
 
-        Blocks for at most 3 s, until that rank has determined which rank is at fault.
+        Blocks until that rank has published its verdict on which rank is at fault, but for at most
+        3 s. If no verdict arrives in this time, `error` is returned.
         """
 
     def arriving(self) -> AbstractContextManager[object]:

@@ -1,7 +1,8 @@
-"""Provide a lane that makes one call at a time to a library such as oneCCL.
+"""Provide a lane: a queue that ensures that a library such as oneCCL executes one call at a time.
 
-All groups in a process share the lane. A collective can be called on any thread, and waits for its
-turn. A blocking call runs on the caller's thread if the lane is idle.
+All groups in a process share the lane. A collective can be called on any thread, and runs after the
+calls that are already in the queue. If the lane is idle, a blocking call runs on the caller's
+thread.
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ class GroupState:
         raise error from None
 
     def explain(self, operation: Operation, raised: BaseException) -> BaseException:
-        """Convert an engine's error into an error for the user, and end the group with it."""
+        """Convert an engine's error into an error for the user, and fail the group with it."""
         if isinstance(raised, Refused):
             return raised
         is_ours = isinstance(raised, Exception) and not is_from_handler(raised)

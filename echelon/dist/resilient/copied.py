@@ -140,7 +140,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state to compare after a rank has joined, keyed by description."""
+        """Return the state that is compared across ranks after a join, keyed by description."""
 
     # ---- while training ----
 

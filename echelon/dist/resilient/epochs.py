@@ -32,7 +32,7 @@ _CLOSE_S = 0.5
 
 
 class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
-    """An epoch was replaced by a newer one before all of its ranks arrived."""
+    """An epoch was replaced by a newer one before all of its ranks arrived at its rendezvous."""
 
 
 class Epochs:
@@ -51,7 +51,7 @@ class Epochs:
         self.number = after
 
     def next(self, timeout_s: float) -> Epoch:
-        """Wait for an epoch that has not been returned yet, and return the newest one.
+        """Wait until an epoch newer than the last returned one exists; return the newest epoch.
 
         Raises:
             StoreTimeoutError: no new epoch was published within `timeout_s` seconds.

@@ -340,7 +340,7 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, ended: Mapping[int, int], error: str = "") -> None:
-        """Handle the simultaneous end of one or more ranks.
+        """Handle the end of a rank, or of several ranks that ended together.
 
         Args:
             ended: the exit code of each rank that ended; LOST for a rank that was lost with its
@@ -811,7 +811,7 @@ class Coordinator:
     def _check_verdicts(self, now_s: float) -> None:
         """Conclude the job once every incident has its verdict or the wait for verdicts times out.
 
-        If the user stopped the job, verdicts are not awaited.
+        If the user stopped the job, do not wait for verdicts.
         """
         assert self._ending is not None
         world, end = self._ending

@@ -31,7 +31,7 @@ def answer_of(vote: m.Vote) -> Answer:
 
 
 def vote_of(answer: Answer) -> m.Vote:
-    """Return the `Vote` message for an answer."""
+    """Return the `Vote` message that conveys an elector's answer."""
     return m.Vote(
         term=answer.term, granted=answer.granted, early=answer.early, host=answer.host,
         endpoint=answer.endpoint,

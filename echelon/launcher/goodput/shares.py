@@ -52,7 +52,7 @@ class Shares:
 
     @property
     def goodput(self) -> float:
-        """The fraction of all ranks' time that was spent in useful steps.
+        """The fraction of all ranks' time that was spent on useful steps.
 
         Waiting for other ranks counts as useful, but checkpoints and waiting for data do not.
         """

@@ -1,4 +1,4 @@
-"""Format, as text, the record of how a job spends its time."""
+"""Format the record of how a job spends its time as text."""
 
 from __future__ import annotations
 

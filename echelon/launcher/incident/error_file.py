@@ -15,7 +15,7 @@ _MAX_CHARS = 16 << 10
 
 
 def read_error_file(path: Path) -> str:
-    """Return the traceback or else the error message; "" if neither can be read."""
+    """Return the traceback in an error file, or else the message; "" if there is neither."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return ""

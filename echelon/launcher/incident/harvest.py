@@ -12,8 +12,9 @@
 A signal interrupts the system call in which a thread is waiting, and can end the hang that is being
 examined. Signals are therefore a last resort, and `HostFacts.stacks_from` records their use.
 
-The collection is a generator that yields each waiting time. The agent's event loop runs between the
-steps, so the agent continues to forward output and the user can stop the job at any time.
+The collection is a generator that, instead of waiting, yields the time to wait. The agent's event
+loop runs in the meantime, so the agent continues to forward output and the user can stop the job at
+any time.
 
 A rank without a ring still gets a dump, which contains the exit code, the end of stderr, the stacks
 and the system calls in which threads are waiting. For a torch program, a dump from torch's own

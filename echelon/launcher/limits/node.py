@@ -58,7 +58,7 @@ class _Rank:
 
 
 class NodeLimits:
-    """The duration histories of one attempt's ranks on this node.
+    """The durations of operations and phases on this node's ranks during one attempt.
 
     Args:
         store_port: the port of the store. Traffic on connections to the store does not count as

@@ -1,4 +1,4 @@
-"""Compare one rank's current operations and phases with the rank's histories.
+"""Compare the durations of one rank's current operations and phases with earlier durations.
 
 [Note: phases excuse] A checkpoint, a compilation or an evaluation can take a long time while other
 ranks wait. Therefore, no rank is examined early while any rank is in a phase that does not have a
@@ -109,7 +109,7 @@ class RankLimits:
 def _open(news: News) -> Iterator[tuple[Open, bool]]:
     """Yield each pending operation, and each open phase in which no operation has been called.
 
-    Each is yielded as a pair, whose second value is True for a phase.
+    Each is yielded together with a flag that is True for a phase.
     """
     for one in news.pending:
         yield one, False

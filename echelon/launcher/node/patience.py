@@ -53,7 +53,7 @@ class UserRequest:
         self._is_answered = True
 
     def deadline_s(self) -> float:
-        """Return when this node stops on its own, unless the coordinator responds before then.
+        """Return the time at which this node stops by itself if the coordinator has not responded.
 
         Return infinity if no stop signal is waiting for a response.
         """
@@ -87,10 +87,11 @@ class Grace:
         return self._kill_s < float("inf") or self._killed_s < float("inf")
 
     def begin(self, grace_s: float, now_s: float, *, has_hung: bool = False) -> None:
-        """Record that workers were signaled. Only the first call has an effect.
+        """Record that the launcher has asked workers to stop. Only the first call has an effect.
 
         Args:
-            has_hung: whether some of the workers are hung and must be killed earlier.
+            has_hung: whether some of the workers are hung. Hung workers are killed before the grace
+                period ends.
         """
         if not self.is_running:
             self._kill_s = now_s + grace_s

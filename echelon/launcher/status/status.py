@@ -146,7 +146,7 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
 def _checked(record: Record) -> RankStatus:
     """Return a rank's status.
 
-    If the process has ended or ran on another host, `lag_s` is None.
+    If the process has ended or was started on another host, `lag_s` is None.
     """
     status = status_of(record, time.monotonic_ns())
     identity = record.identity

@@ -288,11 +288,11 @@ SPAN = np.dtype(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The process that wrote a black box, and the time and settings of its recording.
+    """The process that wrote a black box, its clock readings, and the recorder's settings.
 
-    `mono_ns` and `wall_ns` are read at the same moment. Adding `clock_offset_ns` converts a stamp
-    of this rank to rank 0's clock. The error of that offset was at most `clock_error_ns` when it
-    was measured; -1 means that the offset is unknown.
+    `mono_ns` and `wall_ns` are read at the same moment. Adding `clock_offset_ns` to a timestamp of
+    this rank converts the timestamp to rank 0's clock. The error of that offset was at most
+    `clock_error_ns` when it was measured; -1 means that the offset is unknown.
     """
 
     rank: int

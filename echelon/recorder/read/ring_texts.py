@@ -44,7 +44,7 @@ class RingTexts:
         self._strings_used = min(live[Live.STRINGS_USED_BYTES], STRINGS_BYTES)
 
     def string(self, ref: int) -> int:
-        """Return a text's index in `strings`, adding the text on first use."""
+        """Return the index in `strings` of a referenced string, adding the string on first use."""
         known = self._string_index.get(ref)
         if known is not None:
             return known

@@ -339,7 +339,7 @@ class _Leases:
             self._end([key])
 
     def close(self) -> None:
-        """End all presences."""
+        """End all presences of this session."""
         if not self._session.dialer.is_in_its_process:
             return
         with self._lock:

@@ -53,7 +53,7 @@ class Deliveries:
             self._peer.read_on_unless_put_off()
 
     def push_event(self, tag: int, event: bytes) -> None:
-        """Report a changed key to the peer, or end the watch if unread replies exceed the limit."""
+        """Send a watch's event to the peer, or end the watch if too many bytes are unread."""
         peer = self._peer
         if self._is_full:
             peer.hub.unwatch(peer, tag)

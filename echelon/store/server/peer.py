@@ -247,9 +247,10 @@ class Peer(asyncio.Protocol):
             self.refuse(self._parser.violation)
 
     def _execute_plain(self, executor: Executor) -> bool:
-        """Execute the next plain commands without the parser; return whether any were completed.
+        """Execute the next commands without the parser, as long as `_is_plain` is True.
 
-        A command that started in an earlier packet is completed first.
+        A command that started in an earlier packet is completed first. Return whether any command
+        was completed.
         """
         has_completed, data = False, self._rest
         if self._parser.is_inside_command and len(data) <= _CHUNK_BYTES:
@@ -497,7 +498,7 @@ class Peer(asyncio.Protocol):
     # Becoming a member.
 
     def _is_admitted(self, message: p.Message) -> bool:
-        """Return whether a command can be executed; if not, defer it or refuse the peer."""
+        """Return whether a command can be executed now; if not, defer it or disconnect the peer."""
         query = message[0]
         if self.standing is Standing.CLOSED:
             return False

@@ -5,11 +5,11 @@ collected in `woken`, and the server's loop or the `MemoryStore` delivers the an
 waits and reserved items belong to an `owner` token. `forget(owner)` withdraws all of them.
 
 [Note: items promised to a waiter] torch implements a blocking queue_pop as WAIT followed by
-QUEUE_POP. The server cannot distinguish this WAIT from the WAIT of a get. If a push woke every
-waiter, only one of them would find an item. Therefore a push wakes only one waiter of this
-kind (`Wants.CLAIM`) and reserves the item until the waiter's owner sends its next command. If this
-command is a pop, the owner gets the item. If the owner sends another command, dies or stays silent,
-the item is offered to the next waiter.
+QUEUE_POP. The server cannot distinguish this WAIT from one that precedes a get. If a push woke
+every waiter, only one of them would find an item. Therefore a push wakes only one waiter that might
+be about to pop (`Wants.CLAIM`), and reserves the item until the waiter's owner sends its next
+command. If this command is a pop, the owner gets the item. If the owner sends another command, dies
+or stays silent, the item is offered to the next waiter.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class StoreState:
     # Waiting.
 
     def wait(self, owner: Hashable, wants: Wants, keys: list[bytes]) -> Waiter | None:
-        """Start a wait for all keys; return None if all keys are already present.
+        """Start waiting until all of `keys` are present; return None if they already are.
 
         A non-empty queue also counts as present for WAKE and CLAIM, but not for VALUE and VALUES.
         """

@@ -467,7 +467,7 @@ def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
 
 
 def expand_run(message: p.Message) -> list[p.Message]:
-    """Return the commands of a run as separate messages."""
+    """Split a message that holds a run of SET or GET commands into one message per command."""
     query, layout, view = message
     assert isinstance(query, int)
     assert isinstance(layout, struct.Struct)

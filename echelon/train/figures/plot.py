@@ -147,7 +147,7 @@ def _draw_panel(place: Any, runs: Sequence[Run], panel: Panel) -> None:
 
 
 def _inliers(values: Sequence[float]) -> list[float]:
-    """Return the values that the axis must cover, without the highest 1% and the lowest 1%."""
+    """Return the values that the axis must cover: all except the highest 1% and the lowest 1%."""
     ordered = sorted(value for value in values if not math.isnan(value))
     cut = len(ordered) // 100
     return ordered[cut : len(ordered) - cut]

@@ -1,4 +1,4 @@
-"""Apply rotary positions: rotate each pair of features by an angle proportional to the position.
+"""Apply rotary position embeddings: rotate feature pairs by angles proportional to the position.
 
 Features d and d + D/2 form a pair, as in the Llama weights published for `transformers`.
 """

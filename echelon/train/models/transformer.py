@@ -30,8 +30,8 @@ class Transformer(nn.Module):
         config: the model's configuration.
         token: the embedding of tokens.
         position: the embedding of positions; None unless positions are learned.
-        rotary: the table of rotary positions, which is not saved in checkpoints; None unless
-            positions are rotary.
+        rotary: the table for rotary position embeddings, which is not saved in checkpoints; None
+            unless positions are rotary.
         blocks: the transformer layers.
         final_norm: the norm before the head.
         head: the layer that maps features to logits; its weight is `token.weight` if the config

@@ -19,7 +19,8 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
     """Return a matrix with the singular vectors of `matrix` and with singular values near 1.
 
     Args:
-        matrix: a matrix [n, m] of any floating-point dtype. The products use the same dtype.
+        matrix: a matrix [n, m] of any floating-point dtype. The matrix products are computed in the
+            same dtype.
         num_iterations: the number of iterations; 5 is enough for an optimizer.
 
     Raises:

@@ -93,7 +93,7 @@ class Gradients:
             vector.drop()
 
     def take(self) -> list[Taken]:
-        """Move the gradients of a full or half backward pass of one micro-batch out of `.grad`."""
+        """Move a micro-batch's gradients out of `.grad` after a full or half backward pass."""
         return [vector.take() for vector in self._vectors]
 
     def add(self, number: int, taken: list[Taken]) -> None:

@@ -77,9 +77,9 @@ class Survived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Break:
-    """The rows that failed because of one error.
+    """The rows of evidence whose operations failed because of one error.
 
-    `failed` maps each rank to the ascending indices of its failed rows: [num_rows].
+    `failed` maps each rank to the indices of these rows, in ascending order: [num_rows].
     """
 
     group: int
@@ -136,7 +136,7 @@ def _kind_of(error: str) -> str:
 
 
 def _breaks(evidence: Evidence) -> Iterator[_Break]:
-    """Yield one error per group, or one per failed operation if the group was used afterward."""
+    """Yield one error per failed group, or one per failed operation if the group was used again."""
     by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
     for rank, facts in evidence.ranks.items():
         failed = facts.rows["state"] == State.FAILED

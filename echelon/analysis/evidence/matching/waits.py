@@ -157,7 +157,7 @@ def wait_graph(evidence: Evidence, lanes: Sequence[Lanes], exchanges: Exchanges)
 def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
     """Yield one wait per column in which at least one rank is waiting.
 
-    Only the first pending column of each member counts.
+    A member waits only in its first pending column.
     """
     pending = lane.pending
     for column in sorted(set(pending[pending >= 0].tolist())):

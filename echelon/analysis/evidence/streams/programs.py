@@ -2,8 +2,8 @@
 
 A rank's sequence contains the calls in all groups, including messages. The comparison starts at a
 collective that all ranks of a group recorded. Ranks, for example the ranks of one pipeline stage,
-are assumed to run the same program if their calls immediately before this collective agree. Failing
-that, their calls from this collective to the group's next one must agree.
+are assumed to run the same program if they made the same calls immediately before this collective,
+or, failing that, from this collective to the group's next one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from echelon.analysis.evidence.streams.streams import ROOTED, Head, Streams
 
 
 def stream_graph(streams: Streams) -> WaitGraph:
-    """Return the wait-for graph, which is empty if the job was moving and no incident occurred."""
+    """Return the wait-for graph; it is empty if the job made progress and there was no incident."""
     evidence = streams.evidence
     if streams.is_moving and not evidence.incident.kind:
         return WaitGraph(())

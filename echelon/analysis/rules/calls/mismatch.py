@@ -65,7 +65,7 @@ class Divergence:
         return row
 
     def call(self, side: Sequence[int]) -> Call:
-        """Return the call that a side made."""
+        """Return the call that the members on one side of the vote made."""
         return self.lanes.evidence.call(self.row(side[0]))
 
     def site(self, side: Sequence[int]) -> str:

@@ -118,7 +118,10 @@ def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
 
 
 def _by_period(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return a sign of a slip if a rank skipped ahead in a repeated sequence or repeated a call."""
+    """Return a sign of a slip if a rank skipped ahead in a repeated sequence or repeated a call.
+
+    Otherwise, return None.
+    """
     keys = _keys(lanes, usual)
     odd_key, usual_key = _keys(lanes, odd)[column], keys[column]
     if not _has_site(lanes, odd, column):

@@ -91,7 +91,7 @@ def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def native_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe the main thread's innermost C frames in one line, or return () if unknown."""
+    """Return one line that lists the main thread's innermost C frames; () if there are none."""
     lines = facts.host.native_stacks.splitlines()
     frames = [line.strip() for line in itertools.takewhile(lambda one: one[:1] == " ", lines[1:])]
     if not frames:

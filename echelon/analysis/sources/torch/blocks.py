@@ -4,8 +4,8 @@ The operations inside a block (its parts) have no state of their own. The closin
 if the block completed and the dump lists only active entries, or if the block was still open. The
 group's later operations and its counters show whether the block completed.
 
-A single message can look like a part of a block. The group's other entries show whether it is
-one.
+A single message can look like a part of a block. The group's other entries show whether it is a
+part of one.
 """
 
 from __future__ import annotations

@@ -292,7 +292,7 @@ class TorchGroups:
                 self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
 
     def reopen(self, files: Mapping[int, TorchRank]) -> None:
-        """Mark collectives of unknown state as pending if some member has not called them.
+        """Mark collectives whose state is unknown as pending if some member has not called them.
 
         A collective that all members have called counts as completed. If a member's dump is
         missing, only the group's last collective counts as pending.

@@ -195,7 +195,7 @@ class Sockets:
     def write(self, peer: int, views: list[memoryview]) -> int:
         """Write as many bytes as the connection accepts; return the number of bytes written.
 
-        If the connection has ended, `broken` reports the end.
+        If the connection has ended, nothing is written, and `broken` will return the peer.
 
         Raises:
             StreamBroken: the connections to this peer were dropped.

@@ -54,7 +54,7 @@ class SharedMemory:
 
 
 def marks_bytes(size: int) -> int:
-    """Return the size, in bytes, of the marks of `size` ranks, rounded up to whole pages."""
+    """Return the size, in bytes, of a region with a mark per rank, rounded up to whole pages."""
     return -(-size * MARK_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -37,7 +37,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsFile:
-    """A .safetensors file, as a source for the only module of a state.
+    """A .safetensors file from which the only module of a state is loaded.
 
     Raises:
         CheckpointError: the file cannot be read or is not a .safetensors file.

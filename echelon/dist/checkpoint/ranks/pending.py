@@ -151,8 +151,8 @@ def is_current(save: PendingSave | None) -> bool:
 def supersede() -> Exception | None:
     """Let the next save begin without waiting for the current save, which is thus superseded.
 
-    The recorder's span of the superseded save is ended, so that later failures are not attributed
-    to this save.
+    The recorder's span for the superseded save is ended, so that later failures are not attributed
+    to that save.
 
     Returns:
         The error of the superseded save if it has already failed, otherwise None.

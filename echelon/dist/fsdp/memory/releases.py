@@ -2,7 +2,7 @@
 
 The host runs ahead of the device. It can release a unit and gather the next units before the first
 unit's kernels have run, so that many units occupy memory at the same time. A gather that would
-exceed the limit blocks until the device has completed earlier work.
+exceed the limit on such memory blocks until the device has completed earlier work.
 """
 
 from __future__ import annotations

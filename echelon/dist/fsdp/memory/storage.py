@@ -98,7 +98,10 @@ class HostStorage(Storage):
             self._pages.join(self)
 
     def take(self) -> None:
-        """Take over an idle storage's memory. If none fits, pages are allocated on first access."""
+        """Take over the memory of an idle storage.
+
+        If no idle storage has suitable memory, pages are allocated on first access.
+        """
         if not self._has_memory and self._pages is not None:
             self._pages.supply(self)
         self._has_memory = True

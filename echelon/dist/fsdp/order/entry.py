@@ -145,7 +145,7 @@ class Entry:
         self._ended_calls = set()
 
     def forget_backward(self) -> None:
-        """Reset the state of the backward pass, in preparation for the next backward pass."""
+        """Discard the state of the last backward pass, in preparation for the next one."""
         self.missing = None
         self.calls.clear()
         self._kept_calls, self._ended_calls = self._ended_calls, set()

@@ -53,7 +53,7 @@ class _Run:
         self._ends = ends
 
     def end(self) -> None:
-        """Report that the run has ended."""
+        """Notify the driver that the autograd run has ended."""
         self._ends()
 
 
@@ -212,7 +212,10 @@ class Driver:
             self._do(self.order.gradient_arrives(unit.entry, member))
 
     def inputs_have_gradients(self, unit: Unit, call: int) -> None:
-        """Release a unit and reduce its gradients if the inputs of all its calls have gradients."""
+        """Record that the backward pass of a forward call has reached the call's inputs.
+
+        If the unit's backward pass is now complete, release the unit and reduce its gradients.
+        """
         with self._failing():
             self._enter_backward()
             self._do(self.order.inputs_have_gradients(unit.entry, call))

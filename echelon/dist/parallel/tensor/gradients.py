@@ -42,7 +42,7 @@ class SharedGradients:
                     parameter.grad = None
 
     def drop(self) -> None:
-        """Discard the gradients of a failed step, and restore the gradients set aside."""
+        """Discard the gradients of a failed step, and restore those that were set aside."""
         if self._group.size > 1:
             for parameter in self.parameters:
                 parameter.grad = self._kept.pop(id(parameter), None)

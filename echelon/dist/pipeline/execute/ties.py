@@ -79,7 +79,7 @@ class Ties:
     def sum_gradients(self) -> None:
         """Set every copy's gradient to the sum over all copies.
 
-        The method blocks until all ranks with a copy have joined.
+        The method blocks until all ranks that have a copy have called it.
         """
         for tie in self._ties:
             if any(tied.is_trained for tied in tie.mine.values()):

@@ -46,7 +46,7 @@ class Simulation:
         peak_bytes: for each rank, the maximum size of the activations that the rank holds at once,
             according to `Costs.activation_bytes`.
         slots: for each rank, its computations with their times.
-        critical_path: the slots that make up the makespan, from first to last.
+        critical_path: the chain of slots that determines the makespan, from first to last.
     """
 
     plan: Plan

@@ -252,8 +252,8 @@ def collected(
     """Yield the copies of all shards of a state, one at a time. Collective.
 
     If all ranks can map each other's memory, they read the copies there; a rank that was not in the
-    state's world opens the memory temporarily. If not, each copy is broadcast, so every rank needs
-    memory for one more copy.
+    world in which the copies were made opens the memory temporarily. Otherwise, each copy is
+    broadcast, so every rank needs memory for one more copy.
 
     Args:
         worlds: the worlds whose copies this rank can read; empty on a joining rank.

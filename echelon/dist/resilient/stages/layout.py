@@ -113,7 +113,7 @@ class Layout:
         return cls(rows, group.ranks, [indices for _, indices in told])
 
     def check_same_model(self, before: Layout) -> None:
-        """Check that this layout and an earlier world's layout describe the same whole model.
+        """Check that this layout and an earlier world's layout consist of the same tensors.
 
         Raises:
             ValueError: a tensor was removed or added, or its shape or dtype has changed.

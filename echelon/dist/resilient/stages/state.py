@@ -215,7 +215,7 @@ class StagesState(CopiedState):
         self._rest = [_Rest(contents["also"], contents["random"]), None]
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state of the `also` objects, to compare after a rank has joined."""
+        """Return the state of the `also` objects, to be compared across ranks after a join."""
         rest = self._rest[self._at]
         assert rest is not None
         return {"also=": rest.also}

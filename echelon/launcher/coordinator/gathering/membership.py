@@ -18,7 +18,7 @@ from echelon.launcher.options.options import Options
 
 
 class Membership:
-    """Admits, refuses and dismisses one job's nodes through the control protocol."""
+    """The part of the coordinator that admits, refuses and dismisses a job's nodes."""
 
     def __init__(
         self,

@@ -153,7 +153,7 @@ class Replacements:
                 self._give_up(world, [rank], f"its replacement {decide.describe_code(code)}")
 
     def _vacate(self, world: World, node: str) -> None:
-        """Let the ranks of a lost node wait until another node can take them over."""
+        """Mark a lost node's ranks as waiting for another node; give up if no free node fits."""
         ranks = world.nodes[node]
         for rank in ranks:
             self._places.pop(rank, None)

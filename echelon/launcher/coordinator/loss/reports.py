@@ -35,11 +35,11 @@ class Reports:
         self._remote: dict[int, Standing] = {}  # of ranks on other nodes
 
     def clear(self) -> None:
-        """Forget all reports, because another attempt begins."""
+        """Forget all reports, because a new attempt is beginning."""
         self._remote.clear()
 
     def take(self, rows: Iterable[Sequence[int]]) -> None:
-        """Store another node's report about its ranks."""
+        """Store a report that a node other than the hosting node sent about its ranks."""
         self._remote.update(of_row(row) for row in rows)
 
     def forget(self, rank: int) -> None:

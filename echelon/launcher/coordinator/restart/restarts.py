@@ -88,7 +88,7 @@ class Restarts:
         Args:
             end: how the attempt ended.
             lost: whether nodes were lost in the attempt.
-            left: whether nodes left the attempt on request.
+            left: whether nodes left the attempt because their launchers received a stop signal.
             lasted_s: how long the attempt ran, in seconds.
             num_nodes: how many nodes are connected now.
             low: the minimum number of nodes in a world.

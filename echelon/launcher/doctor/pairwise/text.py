@@ -16,7 +16,7 @@ MOST_PAIRS = 28  # rows of unbroken pairs, the worst first; eight hosts have thi
 
 
 def lines(outcome: Outcome) -> Iterator[str]:
-    """Yield the tables, the all-reduce result, and one line per slow or broken node or pair."""
+    """Yield the tables, the all-reduce's result, and one line per slow or broken node or pair."""
     if outcome.pairs:
         yield from _pairs(outcome)
     if outcome.nodes:

@@ -61,7 +61,7 @@ class PageServer:
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Ignore an error in handling a request, such as a client's disconnection."""
+                """Ignore an error raised during a request, such as a client's disconnection."""
 
         def make() -> bytes:
             with lock:

@@ -105,7 +105,7 @@ class OperationWriter(Protocol):
         timeout_s: float,
         /,
     ) -> Any:
-        """Preprocess arguments of `begin` that many calls have in common.
+        """Preprocess the arguments of `begin` that are the same for many calls.
 
         Returns:
             The argument to pass to `begin_prepared`; None if the call cannot be recorded.
@@ -132,7 +132,7 @@ class _Thread(threading.local):
 
 
 class _Outside:
-    """A placeholder for the missing callers of a thread's outermost frame."""
+    """A placeholder frame, used when a call stack has fewer frames than a call site needs."""
 
     f_code = None
     f_lasti = -1

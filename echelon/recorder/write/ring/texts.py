@@ -36,7 +36,7 @@ _SPAN_CHARS = 600
 
 
 class Texts:
-    """A thread-safe store of texts in a ring's memory, addressed by reference."""
+    """A thread-safe store of strings in a ring's memory; a string is addressed by a reference."""
 
     def __init__(self, memory: Any, live: Any, recent_offset: int) -> None:
         self._memory = memory

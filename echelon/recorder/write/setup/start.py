@@ -1,7 +1,7 @@
 """Start the recorder of a process: create the ring and install the hooks.
 
-Only a process that records imports this module. In a forked child, the inherited hooks do nothing
-(see current.py, [Note: who may record]). If the start fails, the ring is removed.
+Only a process that writes a black box imports this module. In a forked child, the inherited hooks
+do nothing (see current.py, [Note: who may record]). If the start fails, the ring is removed.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def put(self, communicator: Any, source: Any, target: Any, stream: Any = None) -> None:
-        """Queue a message's bytes on `stream`, or on the lane's own stream by default."""
+        """Queue the transfer of a message on `stream`, or on the lane's own stream by default."""
         as_bytes = self._library.torch.uint8
         source = None if source is None else source.view(as_bytes)
         target = None if target is None else target.view(as_bytes)

@@ -114,7 +114,7 @@ class Exchange:
         self.want([thing for action in actions for thing in self._routes.needed(action)])
 
     def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
-        """Deliver a computation's result: a stage's outputs, or the gradients of its inputs."""
+        """Pass a stage's outputs, or the gradients of its inputs, to the stage that needs them."""
         to = self._routes.destination(thing)
         assert to is not None, thing
         if to == self._routes.rank:

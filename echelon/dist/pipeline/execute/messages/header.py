@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Place(IntEnum):
-    """The channel on which the payload that a header describes is sent."""
+    """The channel that carries the payload described by a header."""
 
     MAIN = 0  # on the data channel
     SPILL = 1  # on the spill channel: the receive posted for it on the data channel is too small
@@ -109,7 +109,7 @@ def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
 
 
 def unpack(specs: Iterable[Spec], payload: torch.Tensor) -> Tensors:
-    """Return a payload's tensors as views; each is a leaf with the `requires_grad` of its spec."""
+    """Return a payload's tensors as views; each is a leaf with its spec's `requires_grad`."""
     tensors: Tensors = []
     at = 0
     for spec in specs:

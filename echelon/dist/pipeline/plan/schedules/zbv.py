@@ -2,7 +2,7 @@
 
 Rank r of p holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of
 the V, and rank 0 holds both ends. If a chunk's forward pass, input gradients and weight gradients
-take equal time, each rank is idle only for the time of p - 1 forward passes of a chunk, and no rank
+take equal time, each rank is idle only as long as p - 1 forward passes of a chunk take, and no rank
 holds more activations than rank 0 does in 1F1B. (The schedule is from Qi et al., "Pipeline
 Parallelism with Controllable Memory".)
 
