@@ -190,7 +190,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Extend the evidence with exceptions that ended a thread of a culprit but not its process."""
+    """Add exceptions that ended only a thread of a culprit, not the process, to the evidence."""
     if finding.info:
         return finding
     lines = []

@@ -39,7 +39,8 @@ class ShardedState(CopiedState):
         also: other objects whose state the steps change. Their state must be identical on all
             ranks.
         replicas: determines the number of replicas of the model in each world. None means the
-            highest number, up to the current number, that divides the number of ranks.
+            largest divisor of the number of ranks that does not exceed the initial number of
+            replicas.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Session:
         return not self._kept
 
     def owe_acknowledgement(self) -> None:
-        """Schedule an acknowledgment, so that the peer can end its session."""
+        """Acknowledge all received messages soon, because the peer needs this to end its session."""
         self._unacknowledged_bytes = _ACK_BYTES
 
     @property

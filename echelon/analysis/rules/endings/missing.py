@@ -95,7 +95,9 @@ def find_unproven(picture: Picture) -> list[Finding]:
 
 
 def _latest_arrival(picture: Picture) -> Finding | None:
-    """Describe the late arrival that cost the most time, which might explain a past stall."""
+    """Describe the late arrival at a collective that cost the most time.
+
+    A stall that is already over might be explained by it."""
     worst: tuple[int, int, str, int, str] | None = None
     for lanes in picture.lanes:
         found = arrivals(lanes)
