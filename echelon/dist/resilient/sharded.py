@@ -184,7 +184,7 @@ class ShardedState(CopiedState):
         self._rest_steps[self._at] = step
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state to compare after a rank has joined, keyed by description."""
+        """Return the parts of the state to compare after a rank joins, keyed by description."""
         return self._rest[self._at].joined_parts()
 
     def _units(self) -> list[Unit]:

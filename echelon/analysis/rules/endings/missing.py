@@ -95,9 +95,7 @@ def find_unproven(picture: Picture) -> list[Finding]:
 
 
 def _latest_arrival(picture: Picture) -> Finding | None:
-    """Describe the late arrival at a collective that cost the most time.
-
-    A stall that is already over might be explained by it."""
+    """Describe the late arrival that cost the most time; it might explain a past stall."""
     worst: tuple[int, int, str, int, str] | None = None
     for lanes in picture.lanes:
         found = arrivals(lanes)
