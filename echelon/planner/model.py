@@ -98,7 +98,7 @@ class Model:
 
     @property
     def key_width(self) -> int:
-        """The total number of features across all key heads, and also across all value heads."""
+        """The total number of features across all key heads; the value heads have as many."""
         return self.kv_heads * self.head_width
 
     @property

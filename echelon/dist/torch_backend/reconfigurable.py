@@ -178,7 +178,7 @@ class Reconfigurable:
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error that ended the current group or prevented its creation; None if no error did."""
+        """The error that ended the current group or prevented its creation, or None."""
         configuration = self._configuration
         return None if configuration is None else configuration.error
 

@@ -148,7 +148,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return each rank's row at which to start counting messages, or None if it is unknown."""
+        """Return, for both ranks, the row from which to count messages; None if it is unknown."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):

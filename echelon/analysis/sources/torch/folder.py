@@ -262,7 +262,7 @@ class TorchGroups:
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
-        """Count each rank's entered and, if known, completed collectives in each group."""
+        """Count, per rank and group, the collectives entered and, where known, completed."""
         files = list(files)
         pairs = list(self._pairs)
         described = descriptions((read.counters for read in files), pairs)

@@ -140,7 +140,7 @@ class Training(Generic[_T]):
                 raise JoinDue(f"ranks are due to join in epoch {entered}", operation="join")
 
     def _end_step(self, world: World) -> int:
-        """End a step on all ranks; return the next epoch's number, 0 if none is due. Collective."""
+        """End a step on all ranks; return the next epoch (0 if none is due). Collective."""
         return self._joins.end_step(world.group, self._epochs.number)
 
     def _complete_copies(self) -> None:
