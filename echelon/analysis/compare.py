@@ -24,7 +24,7 @@ class MicroBatch:
         loss: the fingerprint of the loss; "" if it was not recorded.
         stages: the gradient fingerprints of each pipeline stage, keyed by stage index. A
             model without a pipeline has one stage, 0.
-        ranks: the rank that recorded each stage, keyed by stage index.
+        ranks: the rank that recorded each stage's fingerprints, keyed by stage index.
     """
 
     rank: int = -1

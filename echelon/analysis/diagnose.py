@@ -190,7 +190,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Extend the evidence with exceptions that ended a thread of a culprit but not its process."""
+    """Add to the evidence each exception that ended a culprit's thread but not its process."""
     if finding.info:
         return finding
     lines = []

@@ -102,7 +102,7 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
         self._echelon.configure(store_addr, name, rank, ranks)
 
     def errored(self) -> Exception | None:
-        """Return the error that ended the group or prevented its creation, or None if none did."""
+        """Return the error that ended the group or prevented its creation, or None."""
         return self._echelon.error
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""Read the Python stacks of another process from outside, with `py-spy`.
+"""Read the Python stacks of another process with `py-spy`.
 
 py-spy reads the process's memory without stopping it, so no system call is interrupted. Native
 frames are left out, because py-spy would have to stop the process to read them. py-spy needs

@@ -98,7 +98,7 @@ class Model:
 
     @property
     def key_width(self) -> int:
-        """The total number of features of all key heads or, equally, of all value heads."""
+        """The total number of features across all key heads; the value heads have as many."""
         return self.kv_heads * self.head_width
 
     @property

@@ -110,7 +110,7 @@ def _tensor_s(
 
 
 def _most_parameters(model: Model, layout: Layout) -> float:
-    """Return the largest number of parameters on any rank before sharding."""
+    """Return the largest number of parameters that any rank would hold without sharding."""
     stages = stages_of(layout, model)
     held = [0.0] * layout.pp
     for stage, owner in enumerate(stages.rank_of_stage):

@@ -1,4 +1,4 @@
-"""Mark phases, steps and waits for data in user code."""
+"""Let a program mark its phases, its steps and its waits for data."""
 
 from __future__ import annotations
 

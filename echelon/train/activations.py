@@ -8,7 +8,7 @@
                  are the most expensive to recompute, and recomputes all other results.
 
 The recomputed forward pass repeats the first forward pass operation by operation, with the same
-random numbers, so the gradients are bitwise identical to those without checkpointing. Only a
+random numbers, so the gradients are bitwise identical to those without recomputation. Only a
 block's `forward` is replaced, not its hooks. Therefore, `fully_shard` gathers a unit for both
 forward passes, and can be called before or after `checkpoint_activations`. Modules are not wrapped,
 so the names in a state dict do not change.

@@ -187,7 +187,7 @@ class _Gradients:
         targets: Tensor,
         share: Tensor,
     ) -> None:
-        """Add one chunk's gradients of `hidden` and `weight`.
+        """Store one chunk's gradient of `hidden`, and add its gradient of `weight` to the sum.
 
         The gradient of the logits is (softmax - one-hot target) times each token's weight in the
         loss.

@@ -125,7 +125,7 @@ class WarmupStableDecay:
             raise ValueError(f"shape must be one of {', '.join(_SHAPES)}, got {self.shape!r}")
 
     def __call__(self, step: int) -> float:
-        """Return the factor at a step; steps are counted from 0."""
+        """Return the factor by which to multiply the peak rate at a step (counted from 0)."""
         if _checked(step) < self.num_warmup:
             return _rise(step, self.num_warmup)
         length = max(1, self.num_steps // 10) if self.num_decay is None else self.num_decay

@@ -224,7 +224,7 @@ def _by_rank(value: Any) -> dict[int, int]:
 
 
 def _reasons(value: Any) -> dict[int, str]:
-    """Return the reason why each absent rank has no dump, ignoring malformed entries."""
+    """Parse the reasons why absent ranks have no dump, keyed by rank; ignore malformed entries."""
     pairs = value.items() if isinstance(value, dict) else ()
     return {int(rank): _text(why) for rank, why in pairs if _RANK.match(rank) and _text(why)}
 

@@ -32,9 +32,9 @@ def summing_of(operation: Operation) -> str:
 
 
 def wide_of(operation: Operation) -> str:
-    """Return the dtype in which each level reduces.
+    """Return the dtype in which each level of a reduction accumulates.
 
-    This is float32 for sums, averages and products of 16-bit floats, otherwise the array's dtype.
+    It is float32 for sums, averages and products of 16-bit floats; otherwise the array's dtype.
     """
     rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
     return "float32" if rounds else operation.dtype

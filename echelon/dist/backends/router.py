@@ -72,7 +72,7 @@ class Router:
 
     @property
     def nests(self) -> bool:
-        """True if collectives on the host can be nested (see `Engine`)."""
+        """True if a signal handler can run a host collective while another one is in progress."""
         return self._host.nests
 
     @property

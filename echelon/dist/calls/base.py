@@ -1,7 +1,7 @@
 """Define the base class of a group's calls.
 
-This class numbers and records every operation before passing it to the engine, so the black box
-never misses an operation. The subclasses check the arguments of every call, so an engine never
+Every operation is numbered and recorded by this class before the engine receives it, so the black
+box never misses an operation. The subclasses check the arguments of every call, so an engine never
 receives invalid arguments.
 """
 

@@ -93,7 +93,7 @@ class TreeSums:
         """Return the nodes of `maximal_nodes(run)` in ascending order, each with its sum.
 
         Raises:
-            ValueError: micro-batches of the range are missing.
+            ValueError: not all micro-batches in the range have been added.
         """
         if self._next != self.run.stop:
             raise ValueError(

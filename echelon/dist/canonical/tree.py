@@ -9,8 +9,8 @@ The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, in
 numbers, starting at index * 2^height, but no number above `total` - 1, so the last node at a
 height can be incomplete. The value of a node is the sum of its left and right children, or the left
 child's value if the node has no right child. The order therefore depends only on `total`. Each rank
-adds up the subtrees that lie within its range of numbers, which leaves at most 2 log2(length) sums.
-The sums are then added across ranks in the order of the same tree.
+computes the sums of the largest subtrees that lie within its range of numbers: at most
+2 log2(length of the range) sums. These are then added across ranks in the order of the same tree.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Run:
         return range(self.start, self.stop)
 
     def covers(self, node: Node) -> bool:
-        """Return whether the range contains all numbers of a non-empty node."""
+        """Return whether the range contains all numbers that a non-empty node covers."""
         return self.start <= node.start and node.stop(self.total) <= self.stop
 
 

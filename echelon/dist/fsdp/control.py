@@ -93,8 +93,8 @@ def reshard_keeping_memory(module: nn.Module) -> None:
     """Release all units in a module, but retain their host memory for the next gather.
 
     Use this function in programs that gather the whole module in every step, where allocating fresh
-    pages costs more than the gather itself. The memory is retained until the units are gathered
-    again and then released by `reshard` or a training step.
+    pages costs more than the gather itself. The memory is retained until `reshard` or a training
+    step releases the units after the next gather.
     """
     flats = [flat for unit in units_of(module) for flat in unit.flats]
     for flat in flats:

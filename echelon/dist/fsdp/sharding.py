@@ -217,7 +217,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return how many neighboring ranks jointly keep the parameters, or 0 if none do."""
+    """Check `reshard_after_forward`; return it, or 0 if it is a bool or the group size."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:

@@ -101,7 +101,7 @@ def is_newcomer(row: Mapping[str, Any]) -> bool:
 
 
 def places_of(rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
-    """Return the group rank that sends the state in a new world, and those that receive it.
+    """Return the group rank that sends the training state, and the newcomers' group ranks.
 
     Raises:
         CollectiveError: no rank has the training state.

@@ -39,7 +39,8 @@ class ShardedState(CopiedState):
         also: other objects whose state the steps change. Their state must be identical on all
             ranks.
         replicas: determines the number of replicas of the model in each world. None means the
-            highest number, up to the current number, that divides the number of ranks.
+            largest divisor of the number of ranks that does not exceed the initial number of
+            replicas.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class ShardedState(CopiedState):
         self._rest_steps[self._at] = step
 
     def joined_parts(self) -> dict[str, Any]:
-        """Return the state to compare after a rank has joined, keyed by description."""
+        """Return the parts of the state to compare after a rank joins, keyed by description."""
         return self._rest[self._at].joined_parts()
 
     def _units(self) -> list[Unit]:

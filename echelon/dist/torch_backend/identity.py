@@ -48,7 +48,7 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
 
     @property
     def group_desc(self) -> str:
-        """The user's name for the group."""
+        """The name that the user gave to the group."""
         return self._description
 
     def getGroupName(self) -> str:  # noqa: D102, N802 -- C++ looks this name up

@@ -178,7 +178,7 @@ class Reconfigurable:
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error with which the current group, or the attempt to create it, failed, or None."""
+        """The error that ended the current group or prevented its creation, or None."""
         configuration = self._configuration
         return None if configuration is None else configuration.error
 

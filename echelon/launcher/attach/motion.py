@@ -24,7 +24,10 @@ class Wakes:
 
 
 def wakes(pid: int) -> Wakes | None:
-    """Return the waits and processor time of a main thread; None if its process has exited."""
+    """Return a main thread's number of waits and its processor time.
+
+    Return None if the process has exited.
+    """
     status = read_text(f"/proc/{pid}/task/{pid}/status", "status", [])
     stat = read_text(f"/proc/{pid}/task/{pid}/stat", "stat", []).rpartition(")")[2].split()
     _, found, rest = status.partition("\nvoluntary_ctxt_switches:")

@@ -33,7 +33,7 @@ class Mailbox(Generic[_T]):
 
     @property
     def num_waiting(self) -> int:
-        """The number of items that have not been taken yet."""
+        """The number of items in the queue."""
         return len(self._items)
 
     def put(self, item: _T) -> None:

@@ -44,7 +44,7 @@ class Session:
         return not self._kept
 
     def owe_acknowledgement(self) -> None:
-        """Schedule an acknowledgment, so that the peer can end its session."""
+        """Make an acknowledgment due now, because the peer needs it to end its session."""
         self._unacknowledged_bytes = _ACK_BYTES
 
     @property

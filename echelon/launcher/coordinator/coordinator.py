@@ -505,7 +505,7 @@ class Coordinator:
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Resume a job whose host was lost, from the job's replicated state (the mandate)."""
+        """Resume a job from the mandate, its replicated state, after the hosting node was lost."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)

@@ -204,11 +204,11 @@ class World:
         since_mono_ns: int,
         since_there_ns: Mapping[int, int] | None = None,
     ) -> None:
-        """Record a complete epoch, in which the other ranks continue without the lost ranks.
+        """Record that the remaining ranks have continued without the lost ranks in a new epoch.
 
         Args:
             since_mono_ns: when the first rank of the epoch was ready, on the monotonic clock.
-            since_there_ns: when each rank on another node was ready, by that node's clock.
+            since_there_ns: when each rank on another node was ready, on that node's clock.
         """
         self.epochs[epoch] = since_mono_ns
         self.epochs_there[epoch] = since_there_ns or {}

@@ -141,7 +141,7 @@ class Office:
         return node is not None and now_s - node.replied_s < self.promise_s
 
     def on_reply(self, name: str, reply: Reply, now_s: float) -> None:
-        """Handle a node's reply."""
+        """Handle a node's reply to a heartbeat or a mandate."""
         if reply.term > self.term:
             self.is_deposed = True
         node = self._nodes.get(name)

@@ -169,7 +169,7 @@ class Succession:
         return not self.waits_for and self.remaining_s() > 0
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Send all nodes the restart counts and the policy's memory in a new mandate."""
+        """Send all nodes a new mandate with the restart counts and the policy's saved state."""
         self._office.remember(restarts=restarts, num_attempts=num_attempts, memory=memory)
         self._publish()
 

@@ -198,7 +198,7 @@ class _Cut:
             yield Segment(began, ended, _nonzero(parts), self._index - 1)
 
     def _stalled(self, began: int, ended: int) -> int:
-        """Return the total stall time of the attempt within a period."""
+        """Return how long the attempt was stalled between `began` and `ended`."""
         return sum(max(0, min(ended, to) - max(began, since)) for since, to in self._stalls)
 
 

@@ -104,7 +104,7 @@ class Topology:
     def _part(
         self, mode: str, groups: Sequence[frozenset[int]], index: int, count: int
     ) -> frozenset[int]:
-        """Return the processors of one worker: one or several of its NUMA node's `groups`.
+        """Return the processors of one worker: one or more of the `groups` on its NUMA node.
 
         Raises:
             LaunchError: in exclusive mode, there are fewer cores than workers.

@@ -105,7 +105,7 @@ class Grace:
     def due(self, now_s: float) -> Due:
         """Return the action that is due now. Each action is returned only once.
 
-        Call this while workers are running.
+        While workers are running, call this method at each time that `deadline_s` returns.
         """
         if self._killed_s == float("inf"):
             return self._due_before_kill(now_s)

@@ -173,8 +173,8 @@ class Sighting:
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
         """Examine a rank that has a ring.
 
-        The rank is also examined from outside if its phases are recorded by hooks rather than by
-        calls in the program, or if the rank's world group does not exist yet.
+        The rank's process is also examined if the rank's phases are recorded by hooks rather than
+        by calls in the program, or if the rank's world group does not exist yet.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:

@@ -44,7 +44,7 @@ class Fold:
         return any(h.due_s >= held.due_s and rank in h.ranks for h in self._held.values())
 
     def due(self, now_s: float) -> list[bytes]:
-        """Return the lines that are due."""
+        """Return the lines that have been held long enough."""
         return self._take([h for h in self._held.values() if h.due_s <= now_s])
 
     def flush(self) -> list[bytes]:
@@ -52,7 +52,7 @@ class Fold:
         return self._take(list(self._held.values()))
 
     def _release(self, rank: int) -> list[bytes]:
-        """Release a rank's held lines, and all lines that were held before them."""
+        """Stop holding a rank's lines and all older lines, and return these lines."""
         mine = [h.due_s for h in self._held.values() if rank in h.ranks]
         if not mine:
             return []

@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The contents of the table at one moment."""
+    """The contents of the status table at one moment."""
 
     title: str
     rows: Sequence[Row]

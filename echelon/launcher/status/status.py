@@ -65,7 +65,7 @@ def newest_run(folder: Path) -> Path | None:
 
 
 def ring_paths(run_dir: Path) -> dict[int, Path]:
-    """Return the path of each rank's ring in the rank's newest attempt."""
+    """Return the path of each rank's most recent ring, keyed by rank."""
     newest: dict[int, tuple[int, Path]] = {}
     for path in run_dir.glob("rank_*/attempt_*/ring"):
         rank = path.parents[1].name.removeprefix("rank_")

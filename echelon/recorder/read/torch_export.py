@@ -134,7 +134,7 @@ class _Counts:
     )
 
     def note(self, row: Any) -> None:
-        """Count one operation."""
+        """Update the counters for one operation."""
         self.operations += 1
         if row["sequence"] < 0:
             self.p2p += 1

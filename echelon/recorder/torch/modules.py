@@ -27,7 +27,7 @@ class Later(importlib.abc.MetaPathFinder):
         self._actions: dict[str, Action] = {}
 
     def run(self, name: str, action: Action) -> None:
-        """Run `action` on the module `name`, immediately or after its import."""
+        """Run `action` on the module `name` now if it is imported, otherwise after its import."""
         module = sys.modules.get(name)
         if module is not None:
             quietly(action, module)

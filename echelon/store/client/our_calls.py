@@ -280,7 +280,7 @@ class _PushedWatch(Watch):
         self._watching: Call | None = watching
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching the keys."""
         watching, self._watching = self._watching, None
         if watching is not None:
             self._link.forget(watching)

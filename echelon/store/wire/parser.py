@@ -290,7 +290,7 @@ class Parser:
 
     @property
     def admitted(self) -> bool:
-        """True if the peer is a member."""
+        """True if the server has admitted the peer as a member."""
         return self._is_admitted
 
     @admitted.setter

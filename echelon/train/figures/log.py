@@ -195,7 +195,7 @@ class FigureLog:
     # ---- figures ----
 
     def _rates(self, costs: npt.NDArray[Any], num_steps: int) -> dict[str, float]:
-        """Return the speed, waits and memory use of the steps since the last call."""
+        """Return the speed, waiting times and memory use of the steps since the last call."""
         iteration_s = max(float(costs[:, 0].max()) / num_steps, 1e-9)
         figures = {"iteration_s": iteration_s, "peak_memory_bytes": float(costs[:, 3].max())}
         if self._tokens_per_step:

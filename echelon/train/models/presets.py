@@ -43,7 +43,7 @@ def gpt2(size: str = "124m", **changes: Any) -> ModelConfig:
 
     Raises:
         ValueError: the size is unknown, or a changed field is invalid.
-        TypeError: a field that must be an integer was given another type.
+        TypeError: the value given for an integer field is not an integer.
 
     Example:
         >>> config = gpt2("124m", vocabulary=50304)

@@ -1,7 +1,8 @@
-"""Compute a matrix's orthogonal factor by Newton-Schulz iterations, which use only matrix products.
+"""Approximate a matrix's orthogonal factor by Newton-Schulz iterations.
 
-With M = U S V^T, the result is U S' V^T, where the values of S' lie between about 0.7 and 1.2. The
-coefficients of the quintic polynomial are Keller Jordan's
+The iterations use only matrix products. With M = U S V^T, the result is U S' V^T, where the
+diagonal elements of S' lie between about 0.7 and 1.2. The coefficients of the quintic polynomial
+are Keller Jordan's
 (https://kellerjordan.github.io/posts/muon, 2024). They are chosen for the steepest slope at 0
 rather than for convergence to 1.
 """

@@ -1,8 +1,8 @@
 """Merge the stacks of all ranks into one tree that shows how many ranks are at each position.
 
-Each tree node contains consecutive frames that are common to the same ranks. The short form of a
-stack contains only the frames of user code and the first call into a library, so that the exact
-position inside the library does not matter.
+Each tree node contains consecutive frames that the same set of ranks has in common. The short
+form of a stack contains only the frames of user code and the first call into a library, so that the
+exact position inside the library does not matter.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _steps_away(
 def _in_group(
     streams: Streams, group: int, keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Iterator[Parting]:
-    """Yield the divergences among a group's ranks."""
+    """Yield the points at which the programs of a group's ranks diverge."""
     starts: dict[int, dict[int, int]] = {}
     for rank in streams.evidence.groups[group].ranks:
         facts = streams.evidence.ranks.get(rank)

@@ -5,8 +5,8 @@ the head is actually waiting. It waits for the members that have not entered it 
 behind another operation. An operation that is enqueued but not listed as pending has completed.
 
 torch's dumps are taken at different moments. If one rank has completed an operation that another
-rank has not yet entered, the job was moving while the dumps were taken. In this case, pending
-operations do not prove a stall.
+rank has not yet entered, the job was making progress while the dumps were taken. In this case,
+pending operations do not prove a stall.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return the rows of both ranks from which to count messages, or None if unknown."""
+        """Return, for both ranks, the row from which to count messages; None if it is unknown."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):

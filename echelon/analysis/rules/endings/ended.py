@@ -52,7 +52,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """A rank's ending that was not caused by another rank or the launcher."""
+    """How a rank ended, if neither another rank nor the launcher caused it to end."""
 
     rank: int
     cause: Cause

@@ -135,7 +135,7 @@ def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how many seconds a rank had waited when Gloo timed out, or 0 if it did not."""
+    """Return how many seconds a rank had waited when Gloo timed out; 0 if Gloo did not time out."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 

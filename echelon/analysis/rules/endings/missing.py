@@ -95,7 +95,7 @@ def find_unproven(picture: Picture) -> list[Finding]:
 
 
 def _latest_arrival(picture: Picture) -> Finding | None:
-    """Describe the late arrival that cost the most time, which might explain a past stall."""
+    """Describe the late arrival that cost the most time; it might explain a past stall."""
     worst: tuple[int, int, str, int, str] | None = None
     for lanes in picture.lanes:
         found = arrivals(lanes)

@@ -24,7 +24,7 @@ _LAUNCHES = "p2p_sequence"
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """A difference in the number of messages that two ranks had launched before a collective."""
+    """A difference between the numbers of messages that two ranks launched before a collective."""
 
     short: int
     other: int

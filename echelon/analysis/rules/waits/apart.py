@@ -53,7 +53,7 @@ def find_apart(picture: Picture) -> list[Finding]:
 
 
 def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
-    """Report that all ranks are waiting in a collective at the same line."""
+    """Report that all ranks are waiting in a collective at the same line of code."""
     return Finding(
         cause=Cause.UNKNOWN,
         culprit_ranks=(),

@@ -45,7 +45,7 @@ class Laggards:
 
     @property
     def is_noted(self) -> bool:
-        """True if the delay is large enough to be noted."""
+        """True if the delay is large enough to be mentioned in the report."""
         return self.last_share >= NOTED_LAST_SHARE and self.cost_share >= NOTED_COST_SHARE
 
 

@@ -131,11 +131,11 @@ def find_lost(picture: Picture) -> list[Finding]:
 
 
 def suspects(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks to examine: the sinks or, in a stall without waits, running ranks.
+    """Return the ranks to examine: sinks of the wait graph or, if it is empty, running ranks.
 
     Sinks outside any operation are preferred, followed by ranks that are still inside an operation
-    although their peers completed it. Without waits, ranks that are named as missing in timeout
-    errors are preferred, followed by ranks for which other ranks appear to be waiting.
+    although their peers completed it. If the graph is empty, ranks that are named as missing in
+    timeout errors are preferred, followed by ranks for which other ranks appear to be waiting.
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}

@@ -126,7 +126,7 @@ def _take(logs: _Logs, top: Path, file: Path, text: str) -> None:
 def _rank_of(parts: tuple[str, ...], text: str) -> int:
     """Return the rank that wrote a log file, or -1 if unknown.
 
-    A rank in the text takes precedence over a rank in the path.
+    A rank named in the file's text takes precedence over a rank in its path.
     """
     said = {int(rank) for rank in _OWN_RANK.findall(text)}
     if len(said) == 1:

@@ -29,7 +29,7 @@ def finish_unclosed(
     tops: Mapping[int, Tops],
     status: Mapping[int, tuple[int, int]],
 ) -> None:
-    """Mark the parts of completed blocks as completed.
+    """Mark the operations inside each block as completed if the block has completed.
 
     Args:
         rows: one rank's rows, modified in place. `group` is the index of a (name, description)

@@ -72,7 +72,7 @@ class Words(Protocol):
 
 
 def publish(shared: Words, word: int, value: int, wakes: bool) -> None:
-    """Store a value in a word, ordered after all earlier stores.
+    """Store a value in a word so that other processes see it only after all earlier stores.
 
     If `wakes` is True, wake the threads that sleep on the word.
     """

@@ -118,7 +118,7 @@ class Rings:
         ]
 
     def wake(self) -> None:
-        """Ring this rank's own bell."""
+        """Ring this rank's own bell, so that `wait` returns."""
         if not self._is_closed:
             self._ring(self._rank)
 

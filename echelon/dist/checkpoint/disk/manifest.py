@@ -140,7 +140,7 @@ def unseal(data: bytes) -> bytes:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Encode a manifest as sealed bytes."""
+    """Encode a manifest as bytes that end with a checksum (see `seal`)."""
     content = {
         "format": FORMAT,
         "block_bytes": BLOCK_BYTES,

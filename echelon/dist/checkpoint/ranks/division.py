@@ -33,14 +33,14 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Check that each entry has the same kind on all ranks, and add rank-dependent values.
+    """Check that each entry has the same kind on all ranks, and add staged values to `contents`.
 
-    The staged values (see `Contents.set_local`) are added to `contents`. Values that differ between
-    ranks are stored once per rank. Collective.
+    Staged values (see `Contents.set_local`) that differ between ranks are stored once per rank.
+    Collective.
 
     Raises:
         ValueError: an entry has a different kind on another rank.
-        CheckpointError: another rank detected a difference in kind.
+        CheckpointError: another rank detected that an entry's kinds differ.
     """
     everyones = peers.all_gather([contents.kinds, contents.local_checksums()])
     together(peers, doing, lambda: _require_kinds(contents.kinds, [one for one, _ in everyones]))

@@ -25,7 +25,7 @@ Ranks = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """The part of a tensor that occupies the bytes [first, last) of a line."""
+    """The part of a tensor that occupies the bytes [first, last) of a `Line`."""
 
     held: Held
     path: str

@@ -137,8 +137,8 @@ def collect(state: Mapping[str, Any], rank: int) -> Contents:
     """Return the part of a state's contents that this rank holds.
 
     Raises:
-        TypeError: the state holds something that cannot be saved.
-        ValueError: the state holds a tensor that cannot be saved.
+        TypeError: the state contains an object of a type that cannot be saved.
+        ValueError: the state contains a tensor that cannot be saved.
     """
     contents = Contents()
     found = list(entries(state))

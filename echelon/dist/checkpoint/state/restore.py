@@ -245,8 +245,8 @@ class Restore:
         Args:
             path: the path of the value.
             here: the caller's value, whose tensors and arrays are filled in place.
-            like: the parameter to which the values belong, or None. Optimizer state with one
-                element per element of the parameter is sharded in the same way.
+            like: the parameter to which the values belong, or None. Optimizer state that
+                has one element per parameter element is sharded in the same way.
         """
         packed = self._source.manifest.values.get(path)
         if packed is None:

@@ -86,7 +86,7 @@ def clip_grad_norm_(
 
 
 def _owner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose `.grad` the optimizer uses, which can be a shard."""
+    """Return the tensor whose `.grad` the optimizer uses: the parameter itself or its shard."""
     member = member_of(parameter)
     return parameter if member is None else member.shard
 

@@ -71,7 +71,7 @@ class Entry:
         has_begun: whether a forward pass has started since the last complete backward pass.
         ended_at: the position of this unit in the order in which forward passes ended.
         held: whether the program holds the unit in memory. If so, training steps neither release
-            nor reduce it.
+            it nor reduce its gradients.
         sync: whether the backward pass reduces the unit's gradients.
         calls: the numbers of the forward calls whose backward pass is not complete.
         is_unwatched: whether the end of some call's backward pass cannot be observed, because none

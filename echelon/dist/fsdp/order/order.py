@@ -242,7 +242,7 @@ class Order:
         return self._residency.take()
 
     def release(self, entries: Iterable[Entry]) -> Actions:
-        """Release units, including units that the program holds."""
+        """Release units, including those that the program gathered with `hold`."""
         for entry in entries:
             entry.held = False
             self._residency.release(entry)

@@ -46,7 +46,9 @@ class Pending:
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
-        """Return this rank's votes on which recordings take part; see `Order.backward_asks`.
+        """Return this rank's votes on which recordings take part in an autograd run.
+
+        See `Order.backward_asks`.
 
         Only recordings whose backward pass uses collectives are put to the vote. If there is at
         most one such recording, the list is empty.

@@ -7,8 +7,8 @@ recordings, so deleting a model frees all of them.
 [Note: models that are deleted] The garbage collector runs at different times on different ranks, so
 the ranks' decisions must not depend on which units exist. `Order` stores the *numbers* of the
 recordings whose backward pass is incomplete. If there are several recordings, the ranks agree at
-the end of a backward pass on which recordings take part. A recording takes part if at least one
-rank has reached it and no rank has deleted it.
+the end of an autograd run on which recordings took part in the run. A recording took part if the
+run has reached it on at least one rank and no rank has deleted it.
 """
 
 from __future__ import annotations

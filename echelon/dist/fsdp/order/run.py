@@ -127,7 +127,7 @@ class Run:
         """Reduce the remaining gradients and complete all reductions.
 
         Args:
-            recordings: the recordings of the outermost units that take part.
+            recordings: the recordings that take part in this autograd run.
         """
         self.recordings = recordings
         ended = {entry for one in recordings for entry in one.ended}

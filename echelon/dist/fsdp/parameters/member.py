@@ -141,7 +141,7 @@ class Member:
         return int(moved)
 
     def check_leaf(self, *, was_written: bool) -> None:
-        """Copy values that the program wrote or assigned to the leaf into the chunk.
+        """Update the chunk with the values that the program has written or assigned to the leaf.
 
         Raises:
             ValueError: the program gave the leaf a different dtype, device or shape.

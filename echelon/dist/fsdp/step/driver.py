@@ -44,9 +44,9 @@ def driver_of(unit: Unit) -> Driver:
 
 
 class _Run:
-    """An object that exists until an autograd run ends.
+    """An object that autograd keeps alive until the end of one of its runs.
 
-    If an exception ends the run, the deletion of this object notifies the driver.
+    If an exception ends the run, the driver is notified when this object is deleted.
     """
 
     def __init__(self, ends: Callable[[], None]) -> None:

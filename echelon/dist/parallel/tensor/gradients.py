@@ -48,7 +48,7 @@ class SharedGradients:
                 parameter.grad = self._kept.pop(id(parameter), None)
 
     def reduce(self) -> None:
-        """Sum or average the step's gradients over the group, and add the gradients set aside.
+        """Sum or average the step's gradients over the group, and add those of earlier steps.
 
         Parameters that have no gradient on any rank are skipped. Collective.
 

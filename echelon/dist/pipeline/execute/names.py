@@ -26,7 +26,7 @@ class StageModules(nn.Module):
         self.stages = nn.ModuleList([stage.module for stage in stages])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name in the whole model, parameter) pairs; the arguments are as in torch."""
+        """Yield (name in the whole model, parameter) pairs; see torch's `named_parameters`."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield self._whole_name(name), parameter
 

@@ -89,7 +89,7 @@ class Tied:
                 shard.data.copy_(part)
 
     def set_aside(self) -> None:
-        """Set aside the gradient of earlier steps, to keep it out of this step's sum."""
+        """Set aside the gradient from earlier steps, to exclude it from this step's sum."""
         holder = self.holder()
         self._kept, holder.grad = holder.grad, None
 

@@ -14,7 +14,7 @@ from echelon.dist.fsdp.states import shards
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A range of the elements of one of a model's tensors, in row-major order.
+    """A contiguous range of elements of one model tensor, in row-major order.
 
     Attributes:
         name: the tensor's name in the model.

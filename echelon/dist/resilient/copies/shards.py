@@ -268,7 +268,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
-    """Return whether only the optimizer writes to a tensor, so that `write_rest` can copy it."""
+    """Return whether only the optimizer writes to a tensor; if so, `write_rest` may copy it."""
     return (
         type(value) is torch.Tensor
         and value.device.type == "cpu"

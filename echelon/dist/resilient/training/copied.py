@@ -95,7 +95,7 @@ class CopiedTraining(Training[_T], ABC):
         self._restore_parts(group)
 
     def _restore_parts(self, group: ProcessGroup) -> None:
-        """Restore this rank's parts, and make the new world's first copies. Collective."""
+        """Restore this rank's parts, and make their first copies in the new world. Collective."""
         if self._choice is not None:
             self._state.restore_from(self._choice, group)
         else:

@@ -140,14 +140,14 @@ class Training(Generic[_T]):
                 raise JoinDue(f"ranks are due to join in epoch {entered}", operation="join")
 
     def _end_step(self, world: World) -> int:
-        """End a step on all ranks; return the next epoch's number, or 0. Collective."""
+        """End a step on all ranks; return the next epoch (0 if none is due). Collective."""
         return self._joins.end_step(world.group, self._epochs.number)
 
     def _complete_copies(self) -> None:
         """Wait until all copies of this rank's state are complete."""
 
     def _stop_copying(self) -> None:
-        """Wait for the thread that copies the state of an abandoned step."""
+        """Wait until the thread that is copying the state of an abandoned step has stopped."""
 
     def _is_kept(self, world: World) -> bool:
         """Return whether the state must be copied because other ranks exist or can join."""

@@ -338,7 +338,10 @@ class Replacements:
         return [rank for rank, place in self._places.items() if place.stage is stage]
 
     def _watch(self, world: World, now_s: float) -> list[decide.Event]:
-        """Stop tracking processes that have joined; report or kill those past their deadline."""
+        """Stop tracking processes that have joined, and act on those past their deadline.
+
+        A process that is not ready to join is reported; one that was admitted is killed.
+        """
         delaying = self._admissions.delayed_by(world)
         events: list[decide.Event] = []
         for rank, place in list(self._places.items()):

@@ -36,7 +36,7 @@ class Memory:
 
 
 def pack(memory: Memory) -> str:
-    """Serialize a memory as text, keeping only the latest failures and decisions."""
+    """Serialize a `Memory` as a string, keeping only the latest failures and decisions."""
     kept = replace(
         memory,
         failures=memory.failures[-MOST_KEPT:],

@@ -77,7 +77,7 @@ def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
 
 
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the earlier failures since the job first reached its furthest step.
+    """Return the earlier failures, beginning with the first one at the furthest step so far.
 
     The list is empty if the current failure occurred at a later step than all earlier failures.
     """

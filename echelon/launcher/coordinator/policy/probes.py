@@ -93,7 +93,7 @@ def tries_of(probe: str) -> int:
 
 
 def wait_s(num_failed: int) -> float:
-    """Return how long to wait after `num_failed` failed probes in a row, in seconds."""
+    """Return how many seconds to wait after `num_failed` successive failed probes."""
     return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(num_failed - 1, 30)))
 
 

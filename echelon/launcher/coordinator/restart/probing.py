@@ -205,7 +205,7 @@ class Probing:
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:
-        """Ask the suspects to measure the links to their partners."""
+        """Ask the suspect nodes to measure the links to their partner nodes."""
         present.is_second = True
         present.number, present.due_s = self._new_number(), now_s + _ANSWER_S
         for suspect, partner in present.links:

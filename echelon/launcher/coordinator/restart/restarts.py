@@ -134,7 +134,11 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether a restart is exempt from the budget, because nodes were lost or left."""
+        """Return whether a restart is free, so that it uses up none of the budget.
+
+        A restart of an elastic job is free if nodes were lost or have left. After `FREE_LOSSES`
+        losses in succession that each ended a world within `SHORT_S`, the next one is not free.
+        """
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

@@ -108,7 +108,7 @@ class Waiting:
         """Let the standby run the program. If the standby has already ended, do nothing.
 
         Raises:
-            OSError: no descriptors or no memory are left.
+            OSError: the process has run out of file descriptors or memory.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self.control.close)

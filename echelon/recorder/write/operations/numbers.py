@@ -18,7 +18,7 @@ def clamped_i64(number: Any) -> int:
 
 
 def moment(at_mono_ns: Any, now: int) -> int:
-    """Return the caller's stamp, or `now` if the stamp is 0 or invalid."""
+    """Return the caller's timestamp, or `now` if the timestamp is 0 or invalid."""
     try:
         return clamped_i64(at_mono_ns) or now
     except (TypeError, ValueError, OverflowError):

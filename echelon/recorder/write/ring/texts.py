@@ -54,11 +54,11 @@ class Texts:
         self._table_full = self.intern(TABLE_FULL)
 
     def intern(self, text: str, room: int = NAMES_BYTES) -> int:
-        """Return a reference to a name, storing the name if it is new.
+        """Return a reference to a permanent text, storing the text if it is new.
 
         Args:
-            room: the table's maximum size in bytes for this kind of text: `NAMES_BYTES`,
-                `SITES_BYTES`, or `STRINGS_BYTES` for groups.
+            room: the number of bytes up to which texts of this kind may fill the table:
+                `NAMES_BYTES`, `SITES_BYTES`, or `STRINGS_BYTES` for groups.
         """
         known = self.names.get(text)
         if known is not None:

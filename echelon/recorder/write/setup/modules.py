@@ -30,7 +30,7 @@ _AGAIN_S = 10.0
 
 
 def list_modules(path: Path, recorder: Recorder) -> None:
-    """Write the list immediately, after two steps, and after ten seconds on a separate thread.
+    """Write the module list now, again after two steps and, on another thread, after ten seconds.
 
     The function never raises.
     """

@@ -120,7 +120,7 @@ class HuggingFaceFolder:
     # ---- contents ----
 
     def _open(self) -> dict[str, SafetensorsFile]:
-        """Open all files; return the file of each tensor in the folder."""
+        """Open all files; return the file that contains each tensor, keyed by tensor name."""
         listed = {} if (self.path / SINGLE).exists() else self._read_index()
         places: dict[str, SafetensorsFile] = {}
         for name in sorted(set(listed.values())) or [SINGLE]:

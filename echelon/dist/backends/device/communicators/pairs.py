@@ -80,7 +80,7 @@ class Lane:
 
     @property
     def is_connected(self) -> bool:
-        """True once the lane is connected, so that messages do not block the host."""
+        """True once the lane is connected. From then on, messages do not block the host."""
         return self._launcher.knows(_MESSAGE)
 
     @property

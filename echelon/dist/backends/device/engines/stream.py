@@ -90,7 +90,7 @@ class StreamEngine:
         return refuses(self._library, kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
-        """Check the arrays' device and, during a graph capture, that the operation can be captured.
+        """Check that the operation can run on this device and, during graph capture, be captured.
 
         Raises:
             ValueError: an array is on the wrong device, a captured operation needs a new

@@ -1,4 +1,4 @@
-"""Manage this rank's sends to one peer in a step, blocking only at the step's end."""
+"""Manage this rank's sends to one peer; only `Outgoing.finish` blocks, at the end of a step."""
 
 from __future__ import annotations
 
