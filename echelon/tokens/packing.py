@@ -20,7 +20,7 @@ _NUM_OPEN = 512
 
 
 class Packs:
-    """Samples packed from whole documents; a document longer than a sample is split.
+    """Samples packed from whole documents; only documents longer than a sample are split.
 
     Construction takes about 4 s and 20 MB per million documents.
 

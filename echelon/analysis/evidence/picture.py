@@ -68,7 +68,7 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The wait-for graph of the stuck waits and the waits that they depend on."""
+        """The wait-for graph of all stuck waits and of the waits on which they depend."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))

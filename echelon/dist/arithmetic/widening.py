@@ -47,7 +47,7 @@ def carried_of(operation: Operation) -> np.dtype[Any]:
 
 
 def convert(dtype: str, out: Flat, data: Flat) -> None:
-    """Copy `data` into `out`, converting to or from the dtype in which the levels accumulate."""
+    """Copy `data` into `out`, converting to or from the accumulation dtype if necessary."""
     if out is data:
         return
     if out.dtype == data.dtype:

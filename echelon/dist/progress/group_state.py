@@ -392,7 +392,7 @@ class GroupState:
         )
 
     def abort(self) -> None:
-        """End the group on all ranks. Safe to call on any thread and in signal handlers."""
+        """Abort the group on all ranks. Safe to call on any thread and in signal handlers."""
         mine = _End(is_abort=True)
         if self._ends.setdefault("end", mine) is mine:
             error = build.aborted(self.members, Operation("abort", 0))

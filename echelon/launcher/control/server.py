@@ -192,7 +192,7 @@ class ControlServer:
         await server.stop(_GRACE_S)
 
     async def _tick(self) -> None:
-        """Send heartbeats to all nodes when due, and drop nodes that were silent for too long."""
+        """Send heartbeats to all nodes when due, and drop nodes that have been silent too long."""
         while True:
             await asyncio.sleep(self._look_s)
             now_s = self._loop.time()

@@ -56,7 +56,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, what is slow) for each slow member or pair, and each host's slow disk."""
+        """Yield (name, what is slow) for each slow member, slow pair, and host with a slow disk."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)
