@@ -96,7 +96,7 @@ def epoch_key(number: int) -> str:
 def meeting_key(number: int) -> str:
     """Return the store key of the gate at which the ranks of an epoch wait for each other.
 
-    The last rank to arrive opens the gate. If a newer epoch begins first, the launcher opens it.
+    The last rank to arrive opens the gate, or the launcher does if a newer epoch begins first.
     """
     return f"continuation/{number}/meeting"
 

@@ -52,7 +52,7 @@ class Picture:
 
     @property
     def whole(self) -> Evidence:
-        """The whole evidence, including the calls that failed with errors that the job survived."""
+        """All of the evidence, including calls that failed with errors that the job survived."""
         return self.recorded or self.evidence
 
     @cached_property

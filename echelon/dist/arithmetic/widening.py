@@ -24,7 +24,7 @@ def array_of(data: Flat | None) -> Flat:
 
 
 def summing_of(operation: Operation) -> str:
-    """Return the reduction that each level performs.
+    """Return the reduction to perform at each level, within hosts and across hosts.
 
     For an average, each level computes a sum, and only the final sum is divided.
     """

@@ -166,7 +166,7 @@ class World:
 
     @property
     def ranks_lost_for_good(self) -> list[int]:
-        """The ranks that were lost with their nodes and whose loss the attempt does not survive."""
+        """The ranks lost along with their nodes, except those whose loss the attempt survives."""
         lost = {rank for node in self.lost for rank in self.nodes[node]}
         return sorted(
             rank

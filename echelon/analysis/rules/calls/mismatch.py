@@ -101,8 +101,8 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 def culprits(found: Divergence) -> tuple[int, ...]:
     """Return the members that differ from the majority or, in a tie, the members of all tied sides.
 
-    If some members have not voted, the recorded error or the ranks' earlier calls can break the
-    tie.
+    If the calls of some members are not recorded, the recorded error or the ranks' earlier calls
+    can break the tie.
     """
     if not found.is_tie:
         return tuple(sorted(member for side in found.sides[1:] for member in side))
