@@ -76,7 +76,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """A rejected root finding, with the argument against it."""
+    """A finding that was rejected as a root cause, with the argument against it."""
 
     cause: Cause
     culprit_ranks: tuple[int, ...]

@@ -106,9 +106,10 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 
 
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
-    """Choose the root, and further roots for ranks that the first root does not explain.
+    """Choose the root hypothesis, and further ones for ranks that the first does not explain.
 
-    The confidence in the root is lowered if a rival hypothesis explains the same number of ranks.
+    The confidence in the root hypothesis is lowered if a rival hypothesis explains the same number
+    of ranks.
     """
     if not hypotheses:
         return Choice(roots=(), rest=())
@@ -137,7 +138,7 @@ def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
 
 
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
-    """Merge the root with the chosen roots of the same rule and cause.
+    """Merge the root hypothesis with the other chosen hypotheses of the same rule and cause.
 
     All evidence and up to `_MAX_MERGED` summaries are retained.
     """

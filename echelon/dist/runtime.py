@@ -125,7 +125,7 @@ class _Joining:
         self.pid = os.getpid()
 
     def cancel(self) -> None:
-        """Make the waiting `init` raise an error. Safe on any thread and in signal handlers."""
+        """Make a pending `init` call raise an error. Safe on any thread and in signal handlers."""
         self.is_cancelled = True
         if self.connection is not None:
             self.connection.close()

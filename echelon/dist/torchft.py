@@ -52,7 +52,7 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
 
     Args:
         timeout: the timeout of `configure`, and of operations that do not specify a timeout.
-        options: the options of the groups.
+        options: the options of the groups that `configure` creates.
 
     Example:
         >>> manager = torchft.Manager(  # doctest: +SKIP

@@ -158,7 +158,7 @@ class Failover:
 
     @property
     def is_seeking(self) -> bool:
-        """True while this node searches for a new hosting node after a loss."""
+        """True while this node, after losing the hosting node, searches for a new one."""
         return self._standby.candidacy is not None
 
     @property

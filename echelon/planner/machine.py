@@ -97,7 +97,7 @@ class Machine:
         return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))
 
     def drawn(self, random: random.Random) -> Machine:
-        """Return a machine whose figures are drawn at random."""
+        """Return a copy of this machine with each figure drawn at random from its distribution."""
 
         def one(figure: Figure) -> Figure:
             value = figure.draw(random)

@@ -96,7 +96,7 @@ def epoch_key(number: int) -> str:
 def meeting_key(number: int) -> str:
     """Return the store key of the gate at which the ranks of an epoch wait for each other.
 
-    The last rank to arrive opens the gate. If a newer epoch begins first, the launcher opens it.
+    The last rank to arrive opens the gate, or the launcher does if a newer epoch begins first.
     """
     return f"continuation/{number}/meeting"
 
@@ -104,8 +104,8 @@ def meeting_key(number: int) -> str:
 def begun_key(rank: int) -> str:
     """Return the store key that a rank sets once it can continue after a loss.
 
-    Standings reach the launcher with a delay. If a node is lost before it has sent its ranks'
-    standings, the keys are still in the store.
+    The ranks' reports of this reach the launcher with a delay. If a node is lost before it has sent
+    its ranks' reports, the keys are still in the store.
     """
     return f"continuation/begun/{rank}"
 

@@ -52,7 +52,7 @@ class Picture:
 
     @property
     def whole(self) -> Evidence:
-        """The whole evidence, including the calls that failed with errors that the job survived."""
+        """All of the evidence, including calls that failed with errors that the job survived."""
         return self.recorded or self.evidence
 
     @cached_property
@@ -68,7 +68,7 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The wait-for graph of the stuck waits and the waits that they depend on."""
+        """The wait-for graph of all stuck waits and of the waits on which they depend."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))

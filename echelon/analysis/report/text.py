@@ -176,7 +176,7 @@ def counted(ranks: Sequence[int]) -> str:
 
 
 def alternative_line(other: Alternative) -> str:
-    """Format a rejected root finding and the argument against it."""
+    """Format a finding that was rejected as a root cause, and the argument against it."""
     who = f" · {rank_list(other.culprit_ranks)}" if other.culprit_ranks else ""
     return f"{other.cause.value}{who}: {other.summary} ({other.against})"
 

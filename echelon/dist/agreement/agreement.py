@@ -215,7 +215,7 @@ class Agreement:
             self._is_passed.clear()
 
     def _decide(self, client: Store, wish: str) -> bool:
-        """Make `reached` block, exchange the ranks' call numbers, and choose a common call."""
+        """Hold calls to `reached` while the ranks exchange call numbers and choose a common one."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -251,7 +251,7 @@ class Agreement:
 
         Raises:
             CollectiveError: the group has ended.
-            PeerLostError: a rank died before it published its number; the error names the rank.
+            PeerLostError: a rank died before publishing its call number; the error names the rank.
         """
         operation = Operation("agreement", self._round)
         self._state.check_end(operation)

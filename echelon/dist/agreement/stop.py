@@ -74,7 +74,7 @@ class _Stop:
         return self.has_stopped
 
     def _renew(self) -> None:
-        """Join the new world's agreement, and repeat any request from the previous world."""
+        """Join the new world's agreement, and repeat any stop request from the previous world."""
         before = self.agreement
         known = before.reason if self.has_stopped else before.unanswered()
         self.agreement = runtime.agree_on_calls("stopping")

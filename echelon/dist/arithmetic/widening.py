@@ -24,7 +24,7 @@ def array_of(data: Flat | None) -> Flat:
 
 
 def summing_of(operation: Operation) -> str:
-    """Return the reduction that each level performs.
+    """Return the reduction to perform at each level, within hosts and across hosts.
 
     For an average, each level computes a sum, and only the final sum is divided.
     """
@@ -47,7 +47,7 @@ def carried_of(operation: Operation) -> np.dtype[Any]:
 
 
 def convert(dtype: str, out: Flat, data: Flat) -> None:
-    """Copy `data` into `out`, converting to or from the dtype in which the levels accumulate."""
+    """Copy `data` into `out`, converting to or from the accumulation dtype if necessary."""
     if out is data:
         return
     if out.dtype == data.dtype:

@@ -126,8 +126,8 @@ class Watch(Protocol):
 
         Args:
             needed: a function that returns the group ranks that the operation still needs; None
-                means all other ranks. A timeout names these ranks, and the death of any other rank
-                does not end the operation.
+                means all other ranks. A timeout error names these ranks, and the death of any other
+                rank does not end the operation.
 
         Raises:
             CollectiveTimeoutError: `deadline_s` has passed.

@@ -180,7 +180,7 @@ class Router:
         return engine
 
     def _make(self, operation: Operation, watch: Watch) -> Engine:
-        """Create the engine for a device, during an operation in which all members take part."""
+        """Create a device's engine as part of an operation that every member of the group calls."""
         self._compare(operation, watch)
         data = operation.source if operation.source is not None else operation.target
         members = dataclasses.replace(

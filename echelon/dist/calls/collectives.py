@@ -341,8 +341,8 @@ class Collectives(Calls):
         """Send rows of `x` to each rank, and store the rows received from each rank in `out`.
 
         Args:
-            out: the array for the rows (dim 0) that this rank receives, in the order of senders.
-            x: the rows to send, in the order of receivers, with the same dtype and row shape as
+            out: the array for the rows (dim 0) that this rank receives, ordered by sender.
+            x: the rows to send, ordered by receiver, with the same dtype and row shape as
                 `out`; must not share memory with `out`.
             output_splits: number of rows that each rank sends to this rank; None means equal
                 splits.

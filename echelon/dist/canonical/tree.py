@@ -91,7 +91,7 @@ def even_runs(total: int, size: int) -> tuple[Run, ...]:
 
 
 def root(total: int) -> Node:
-    """Return the node that covers all `total` numbers."""
+    """Return the root node, which covers all `total` numbers."""
     return Node((total - 1).bit_length(), 0)
 
 

@@ -201,7 +201,7 @@ class _Job:
     is_unwanted: Callable[[], bool] = lambda: False
 
     def snapshot(self) -> None:
-        """Copy the data that this rank writes."""
+        """Copy the data that this rank will write, so that later changes do not affect the save."""
         held = self.mine
         self.mine = [_copy(one) for one in held]
         self.contents.held = []

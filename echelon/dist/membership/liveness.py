@@ -94,7 +94,7 @@ class Liveness:
         self._is_closed = False
 
     def use_board(self) -> None:
-        """Use the world's board even if all members are watched directly.
+        """Use the world's liveness board even if all members are watched directly.
 
         This method must be called before `serve`.
         """

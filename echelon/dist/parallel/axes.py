@@ -30,7 +30,7 @@ class Axes:
 
     @property
     def tensor(self) -> ProcessGroup:
-        """This rank's group along axis "tp", whose ranks hold the slices of the same layers."""
+        """This rank's group along axis "tp", whose ranks hold slices of the same layers."""
         return self.mesh.group("tp")
 
     @property

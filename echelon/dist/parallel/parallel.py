@@ -143,7 +143,7 @@ class Parallel:
         """Scale all gradients so that their total norm is at most `max_norm`.
 
         Each element of the whole model is counted once, no matter how many ranks hold it.
-        Collective among all ranks.
+        Collective across all ranks.
 
         Returns:
             The norm before scaling, bitwise identical on every rank.

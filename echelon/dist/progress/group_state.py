@@ -9,7 +9,7 @@ error into the group's error. Every later call reports the group's error, on thi
 first. An atomic `dict.setdefault` decides which event came first. A lock would not work, because a
 signal handler might call `abort` on a thread that already holds the lock. The first event cuts the
 engine's connections. The engine is released only when no thread is inside the engine, so `close`
-waits briefly for other threads. If a signal handler interrupts a call of the engine and closes the
+waits briefly for other threads. If a signal handler interrupts a call to the engine and closes the
 group, the interrupted call releases the engine when it returns.
 """
 
@@ -230,7 +230,7 @@ class GroupState:
     # ---- operations under way ----
 
     def sweep(self) -> None:
-        """Record the end of each operation that has ended since ends were last recorded."""
+        """Record the end of each operation that has ended but is not yet recorded as ended."""
         if self._works:
             with self._lock:
                 for work in self._ended():
@@ -392,7 +392,7 @@ class GroupState:
         )
 
     def abort(self) -> None:
-        """End the group on all ranks. Safe to call on any thread and in signal handlers."""
+        """Abort the group on all ranks. Safe to call on any thread and in signal handlers."""
         mine = _End(is_abort=True)
         if self._ends.setdefault("end", mine) is mine:
             error = build.aborted(self.members, Operation("abort", 0))
@@ -432,7 +432,7 @@ class GroupState:
     # ---- the end ----
 
     def close(self) -> None:
-        """End the group on this rank and release its resources. Takes at most 1 s; not collective.
+        """Close the group on this rank and release its resources within 1 s. Not collective.
 
         Within that second, the method waits for a pending verdict to be published. If the store
         does not answer in time, the watcher continues publishing after the method has returned.

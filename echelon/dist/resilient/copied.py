@@ -74,7 +74,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def _live_modules(self) -> Sequence[nn.Module]:
-        """Return the modules of the current world whose parts are copied."""
+        """Return the current world's modules that contain the parts to copy."""
 
     @abstractmethod
     def _sets(self, group: ProcessGroup) -> Sets:

@@ -97,8 +97,8 @@ def check_alike(
 
     Raises:
         ValueError: the state that this rank received differs from the state that was sent, or a
-            part of the state other than buffers and the `also` objects differs between the ranks
-            that did not join.
+            part of the state other than buffers and the `also` objects differs between ranks that
+            were already in the world.
         CollectiveError: a rank was lost.
     """
     rows = group.all_gather_object({what: _hash(value) for what, value in parts.items()})

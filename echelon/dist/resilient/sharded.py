@@ -113,7 +113,7 @@ class ShardedState(CopiedState):
             _check_replicas([group.ranks[place] for place in alike], shards_rows, alike)
 
     def _digests(self) -> dict[str, str]:
-        """Return a hash of each shard with its optimizer state; {} if there are no replicas."""
+        """Return a hash of each shard and its optimizer state; {} if there are no replicas."""
         if num_replicas_of(self._model) == 1:
             return {}
         return {

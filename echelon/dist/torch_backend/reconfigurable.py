@@ -98,7 +98,7 @@ class Configuration:
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error with which the group, or the attempt to create it, failed, or None."""
+        """The error with which the group or its creation failed; None if neither has failed."""
         made = self._made
         if made is None:
             return self._error

@@ -110,7 +110,7 @@ def split(
 
 
 def join(host: str, port: int) -> str:
-    """Join a host and a port to "host:port", with brackets around an IPv6 address."""
+    """Join a host and a port into "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

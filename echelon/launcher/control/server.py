@@ -192,7 +192,7 @@ class ControlServer:
         await server.stop(_GRACE_S)
 
     async def _tick(self) -> None:
-        """Send heartbeats to all nodes when due, and drop nodes that were silent for too long."""
+        """Send heartbeats to all nodes when due, and drop nodes that have been silent too long."""
         while True:
             await asyncio.sleep(self._look_s)
             now_s = self._loop.time()
@@ -270,7 +270,7 @@ class ControlServer:
             self._events.put((member.name, greeting))
 
     def _member_of(self, hello: Event | Command) -> _Member:
-        """Return the member to which a stream belongs, as identified by its first message.
+        """Return the member to which a stream belongs, as identified by the stream's first message.
 
         Raises:
             _TryAgainError: the peer's previous session has not ended yet, or this node is not the

@@ -113,9 +113,9 @@ class World:
 
     @property
     def size(self) -> int:
-        """One past the highest rank that is or once was part of the world.
+        """One more than the highest number of a rank that is or once was part of the world.
 
-        Some lower ranks, of late nodes, might have yet to join.
+        Some ranks with lower numbers might not have joined yet, because their nodes were late.
         """
         size = sum(map(len, self.nodes.values()))
         while size and self.is_new(size - 1):
@@ -166,7 +166,7 @@ class World:
 
     @property
     def ranks_lost_for_good(self) -> list[int]:
-        """The ranks that were lost with their nodes and whose loss the attempt does not survive."""
+        """The ranks lost along with their nodes, except those whose loss the attempt survives."""
         lost = {rank for node in self.lost for rank in self.nodes[node]}
         return sorted(
             rank

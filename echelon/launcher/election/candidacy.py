@@ -80,7 +80,7 @@ class Candidacy:
         return asked
 
     def _sound_out(self, now_s: float) -> Canvass:
-        """Begin a round of non-binding requests, and return the request to send."""
+        """Begin a round of non-binding requests for votes, and return the request to send."""
         elector = self._elector
         self._latest_term = max(self._latest_term, elector.term)
         asked = Canvass(

@@ -1,4 +1,4 @@
-"""Write a job's time record on a separate thread.
+"""Write the record of how a job spends its time, on a separate thread.
 
 A file system that hangs therefore cannot block the launcher.
 

@@ -105,9 +105,10 @@ class Victims:
         ended: Mapping[int, Ended],
         lost_earlier: Collection[int] = (),
     ) -> Victims:
-        """Classify how the ranks ended, excluding the culprits and the ranks lost earlier.
+        """Collect the ranks that failed or were stopped because of the culprits.
 
-        If the verdict does not name a culprit, no rank is a victim.
+        Ranks in `lost_earlier` are left out. If the verdict does not name a culprit, there are no
+        victims.
         """
         culprits = set((verdict or {}).get("culprit_ranks", []))
         apart = {*culprits, *lost_earlier}

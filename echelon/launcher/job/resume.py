@@ -141,7 +141,7 @@ class Search:
             self._thread.join(_BRIEFLY_S)  # usually there is little to search
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether an attempt can begin because the search has finished or timed out."""
+        """Return whether the search has finished or timed out, so that an attempt can begin."""
         if self._thread is None:
             return True
         if self._thread.is_alive() and now_s < self._until_s:

@@ -1,4 +1,4 @@
-"""Estimate quantiles of durations in bounded memory, with an error of less than 11 %.
+"""Estimate quantiles of durations in bounded memory, with an error of less than 11%.
 
 The sketch counts durations in buckets whose edges grow by a constant factor, as DDSketch does
 (Masson, Rim, Lee: "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error

@@ -238,7 +238,7 @@ class Reports:
         self._was_unusual = False
 
     def is_due(self, sights: m.Sights, now_s: float, *, at_once: bool = False) -> bool:
-        """Return whether to send this report. A report that is due counts as sent."""
+        """Return whether to send this report now; if so, record it as sent."""
         folded = sights.folded
         ages = [max(row[2], row[3]) for row in sights.ranks]
         ages += [max(folded[2], folded[3])] if folded else []

@@ -42,7 +42,7 @@ _COPIED = tuple(
 
 
 class RingParser:
-    """A parser of a ring's operations and spans."""
+    """A parser for the operations and spans in a ring."""
 
     def __init__(
         self, data: bytes, layout: Layout, texts: RingTexts, calls: RingCalls, damage: Damage

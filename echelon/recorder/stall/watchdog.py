@@ -47,7 +47,7 @@ class Sight:
 
     @property
     def name(self) -> str:
-        """The rank's name, as used in texts for the user."""
+        """The rank's name, as shown to the user."""
         return f"rank {self.rank if self.named_rank < 0 else self.named_rank}"
 
 

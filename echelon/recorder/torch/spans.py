@@ -52,7 +52,7 @@ def opened(name: str, detail: str = "") -> _Opened | None:
 def closed(one: _Opened | None, *, failed: bool = False) -> None:
     """Close a span that `opened` returned.
 
-    If `failed` is True, a checkpoint span does not count as a checkpoint that was saved or loaded.
+    If `failed` is True, a checkpoint span does not count as the save or load of a checkpoint.
     """
     recorder = black_box.if_opened()
     if one is None or recorder is None:

@@ -44,7 +44,7 @@ class Deliveries:
         self._peer.stop_reading()
 
     def deliver_parked(self) -> None:
-        """Deliver deferred answers until the peer's unread replies exceed the limit."""
+        """Deliver deferred replies until none are left or the unread replies exceed the limit."""
         while self._parked and not self._is_full:
             self._deliver(*self._parked.popleft())
         if self._parked:

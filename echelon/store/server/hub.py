@@ -128,7 +128,7 @@ class Hub:
             self._num_unlogged += 1
 
     def _log_unlogged(self) -> None:
-        """Log the number of refusals that were not logged individually."""
+        """Log how many connections were closed for invalid data but not logged individually."""
         self._num_logged = 0
         number, self._num_unlogged = self._num_unlogged, 0
         if number:

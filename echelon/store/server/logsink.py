@@ -25,7 +25,7 @@ class StderrSink(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the record's line, or drop it if the queue is full."""
+        """Queue the formatted record, or drop it if the queue is full."""
         line = self.format(record)
         if self._num_dropped:
             line += f" ({self._num_dropped} lines before this one were dropped)"

@@ -446,7 +446,7 @@ class Peer(asyncio.Protocol):
 
     @staticmethod
     def _next_slice(steps: Generator[None, None, list[bytes]]) -> list[bytes] | None:
-        """Run one step; return the answer if this was the last step, otherwise None."""
+        """Run one of an answer's steps; return the answer if this was the last step, else None."""
         try:
             next(steps)
         except StopIteration as done:

@@ -1,7 +1,7 @@
 """Share the event loop's time among the peers, in time slices.
 
-A peer executes commands for at most one slice at a time. Its remaining work joins the end of a
-queue, so a flood of commands from one peer does not delay other peers.
+A peer executes commands for at most one slice at a time. Its remaining work then goes to the end of
+a queue, so a flood of commands from one peer does not delay other peers.
 """
 
 from __future__ import annotations

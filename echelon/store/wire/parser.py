@@ -315,7 +315,7 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Parse the incomplete command from `position` on; return where the parsed data ends."""
+        """Resume parsing the incomplete command at `position`; return where parsing stopped."""
         while self._steps is not None:
             end = position + self._need
             if end > len(data):

@@ -30,7 +30,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias, device=device)
 
     def reset_parameters(self) -> None:
-        """Draw the weights, unless they are on the meta device."""
+        """Initialize the weights at random and the bias to 0, except on the meta device."""
         if self.weight.is_meta:
             return
         nn.init.normal_(self.weight, std=self.std)

@@ -66,7 +66,7 @@ def llama(size: str = "20m", **changes: Any) -> ModelConfig:
 
     Raises:
         ValueError: the size is unknown, or a changed field is invalid.
-        TypeError: a field that must be an integer was given another type.
+        TypeError: a field that must be an integer was set to a value of another type.
 
     Example:
         >>> config = llama("8b", context=4096)

@@ -310,9 +310,9 @@ def _is_among(errors: Iterable[str], message: str) -> bool:
 
 
 def _was_raised_from(traceback: str, seen: Survived) -> bool:
-    """Return whether an exception is chained to the survived error.
+    """Return whether an exception is chained to the error that a rank survived.
 
-    If later steps prove that the program continued, only `raise ... from` counts.
+    If later steps prove that the program continued, only chaining by `raise ... from` counts.
     """
     told = list(_KINDS[seen.kind].finditer(traceback))
     place = told[-1].end() if told else -1

@@ -42,7 +42,7 @@ class Head:
 
     @property
     def is_message(self) -> bool:
-        """True if the head consists of messages launched together."""
+        """True if the pending operation consists of messages that were launched together."""
         return self.sequence == _MESSAGE
 
 

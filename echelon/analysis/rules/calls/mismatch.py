@@ -101,8 +101,8 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 def culprits(found: Divergence) -> tuple[int, ...]:
     """Return the members that differ from the majority or, in a tie, the members of all tied sides.
 
-    If some members have not voted, the recorded error or the ranks' earlier calls can break the
-    tie.
+    If the calls of some members are not recorded, the recorded error or the ranks' earlier calls
+    can break the tie.
     """
     if not found.is_tie:
         return tuple(sorted(member for side in found.sides[1:] for member in side))
@@ -131,7 +131,7 @@ def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
 
 
 def _is_habit(found: Divergence, side: Sequence[int]) -> bool:
-    """Return whether a side has made the same call at the same call site before."""
+    """Return whether one side of a mismatch has made its call at this call site before."""
     member = side[0]
     row = found.row(member)
     lanes = found.lanes

@@ -48,7 +48,7 @@ class Slip:
 
 
 def slip_at(found: Divergence) -> Slip | None:
-    """Return the slip that explains a divergence, or None if no slip does."""
+    """Return the slip of one call stream that explains a divergence, or None if no slip does."""
     odd = culprits(found)
     usual = next((side for side in found.sides if not set(side) & set(odd)), None)
     if usual is None:  # a tie: try both assignments

@@ -1,6 +1,6 @@
 """Examine the sinks of the wait-for graph.
 
-A sink is a rank that other ranks wait for but that does not wait itself. Its own signals show what
+A sink is a rank that other ranks wait for but that is not waiting itself. Its own signals show what
 it is doing (see `one_rank/`).
 """
 

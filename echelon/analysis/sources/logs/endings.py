@@ -44,7 +44,7 @@ class Ending:
 
 
 def endings_in(text: str) -> tuple[list[Ending], int]:
-    """Return the logged endings, and the rank of the first failure (-1 if unknown)."""
+    """Return how ranks ended according to a log, and the first rank that failed (-1 if unknown)."""
     found = [
         Ending(int(match["rank"]), int(match["code"]), int(match["pid"]))
         for match in _TORCHRUN.finditer(text)

@@ -199,7 +199,7 @@ class XcclEngine:
         }
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Return the reason sends and receives are refused, or "" for other operations."""
+        """Return why an operation is refused, or "". Only sends and receives are refused."""
         if kind in ("send", "recv"):
             return "has no messages on the host: oneCCL's CPU plugin crashes in them"
         return ""

@@ -47,7 +47,7 @@ def release(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def alone(mark: Path) -> Iterator[bool]:
-    """Lock out new readers during the `with` block; yield False if a reader holds the version."""
+    """Lock out readers during the `with` block; yield False if the version already has a reader."""
     try:
         descriptor = _open(mark)
     except OSError:

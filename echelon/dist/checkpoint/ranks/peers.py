@@ -100,7 +100,7 @@ class World:
         return self._group.all_gather_object(value)
 
     def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `out` with every rank's `own`."""
+        """Gather every rank's `own` into `out`."""
         self._group.all_gather(out, own)
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ _WINDOW_BYTES = 64 << 20
 
 
 def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | None:
-    """Fill all wanted tensors; return this rank's first error, or None. Collective."""
+    """Fill all requested tensors; return this rank's first error, or None. Collective."""
     reading = _Reading(peers, source)
     if peers.size > 1:
         lines = find_lines(peers, source, wanted)

@@ -66,7 +66,10 @@ class Contents:
         return {path: _tree_checksum(path, value) for path, value in self._local.items()}
 
     def add_local(self, differing: Container[str], rank: int) -> None:
-        """Add the staged values. A value that differs between ranks is stored once per rank."""
+        """Add the staged values to these contents.
+
+        A value that differs between ranks is stored once per rank.
+        """
         for path, value in self._local.items():
             where = rank_path(path, rank) if path in differing else path
             if isinstance(value, Tensor):

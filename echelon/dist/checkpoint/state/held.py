@@ -1,4 +1,4 @@
-"""Describe the elements of tensors that this rank holds."""
+"""Describe which elements of a tensor this rank holds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Held:
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of the held elements."""
+        """The elements that this rank holds, as a pattern."""
         num_runs = math.prod(count for count, _ in self.repeats)
         return Pattern(self.start, self.length // num_runs, self.repeats)
 

@@ -18,8 +18,8 @@ class Releases:
     """A limit on memory that was released but might still be in use.
 
     Args:
-        limit: a function that returns the limit in bytes. A unit that is larger than the limit is
-            still allocated, but only after all earlier work is complete.
+        limit: a function that returns the limit in bytes. Memory for a unit that is larger than
+            the limit is still allocated, but only after all earlier work is complete.
         device_module: a function that returns the torch module for a device, such as `torch.cuda`.
     """
 

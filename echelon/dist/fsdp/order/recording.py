@@ -47,7 +47,7 @@ class Recording:
     unreduced: dict[Entry, None] = field(default_factory=dict)
 
     def follow(self, entry: Entry) -> None:
-        """Record that a forward pass requests a unit."""
+        """Record that a forward pass needs a unit's parameters."""
         if self.last is not None and self.last is not entry:
             self.following[self.last] = entry
         self.last = entry

@@ -182,8 +182,9 @@ class Run:
     def _is_complete(self, entry: Entry, *, passed: bool) -> bool:
         """Return whether the backward pass of a unit is complete on this rank.
 
-        It is complete once all awaited parameters have gradients or, if `passed` is set, once the
-        gradients of the inputs have been computed and some parameter in the run has a gradient.
+        It is complete once every parameter that needs a gradient has received one. If `passed` is
+        set (autograd has computed the gradients of the unit's inputs), it is also complete once a
+        parameter of any unit has received a gradient in this run of autograd.
         """
         if not passed and entry.borrowed:
             return False  # what it borrowed is not among what it awaits

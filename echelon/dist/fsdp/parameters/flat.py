@@ -177,7 +177,7 @@ class Flat:
             member.show_shard()
 
     def adopt(self) -> None:
-        """Copy values that the program assigned with `shard.data = values` into the chunk.
+        """Copy into the chunk the values that the program assigned with `shard.data = values`.
 
         Raises:
             ValueError: a shard was converted or moved.

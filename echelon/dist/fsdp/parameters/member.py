@@ -136,7 +136,7 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if any gather since this method's last call found a changed shard, else 0."""
+        """Return 1 if a gather since the last call to this method found a changed shard, else 0."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 

@@ -58,7 +58,7 @@ class _Run:
 
 
 class Driver:
-    """The driver of one group's units. Only one thread at a time can run a step.
+    """The driver of one group's units. Steps must run on one thread at a time.
 
     Attributes:
         group: the group for gathers.

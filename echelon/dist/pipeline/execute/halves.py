@@ -79,7 +79,7 @@ def run_input_half(
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> WeightHalf:
-    """Add each input's gradient to its `.grad`, and return the second half of the pass.
+    """Add each input's gradient to its `.grad`, and return the second half of the backward pass.
 
     Args:
         roots: the roots of the graph, which are the stage's outputs.

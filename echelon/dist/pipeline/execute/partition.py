@@ -130,7 +130,7 @@ def _named(
 
 
 def _cuts(costs: list[float], num_parts: int) -> list[int]:
-    """Split layers into parts by dynamic programming, minimizing the highest cost of a part.
+    """Split layers into parts by dynamic programming, minimizing the cost of the costliest part.
 
     Returns:
         The index of the first layer of each part except the first part.

@@ -136,7 +136,7 @@ class _Tie:
     def _exchange(
         self, stages: Sequence[int], own: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Exchange tensors with all other ranks that have copies.
+        """Exchange tensors with all other ranks that hold copies of the tied parameter.
 
         Args:
             stages: the stages whose tensors this rank needs.

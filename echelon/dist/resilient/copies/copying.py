@@ -73,7 +73,7 @@ class Copying:
         """Complete the copy on a background thread. The caller must then call `decide`.
 
         If no thread can be started, the copy is completed on the calling thread, and `wait`
-        exchanges it.
+        exchanges it with the partner ranks.
 
         Returns:
             True if a thread was started.

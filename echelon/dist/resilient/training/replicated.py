@@ -150,7 +150,7 @@ class Training(Generic[_T]):
         """Wait until the thread that is copying the state of an abandoned step has stopped."""
 
     def _is_kept(self, world: World) -> bool:
-        """Return whether the state must be copied because other ranks exist or can join."""
+        """Return whether a copy of the state is needed because other ranks exist or can join."""
         return world.group.size > 1 or self._joins.is_on
 
     def _be_admitted(self) -> World:

@@ -100,7 +100,7 @@ class StoreProcess:
         return process
 
     def admit(self, address: str) -> None:
-        """Accept torch's store clients from a numeric IP address. Does not block.
+        """Let torch's store clients connect from a given numeric IP address. Does not block.
 
         Raises:
             LaunchError: the server cannot be reached.

@@ -206,7 +206,7 @@ class Replacements:
         return {rank: self._numbers.get(rank, 0) for rank in ranks if rank in wanted}
 
     def note_ended(self, world: World, rank: int, code: int, error: str = "") -> decide.JoinerEnded:
-        """Handle the end of a process that had not been admitted.
+        """Handle the end of a process that had not yet been admitted to the world.
 
         The attempt can be running or stopping at that time.
 

@@ -231,7 +231,7 @@ class Probing:
             self._send(name, m.Probe(number=present.number, tasks=packed))
 
     def _note_silent(self, present: _Round) -> None:
-        """Count the probes of nodes that missed the deadline as failed."""
+        """If a node missed the deadline, count its outstanding probes, except LISTEN, as failed."""
         for name, tasks in present.tasks.items():
             for task in tasks:
                 if task.probe != LISTEN:

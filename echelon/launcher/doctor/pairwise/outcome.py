@@ -56,7 +56,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, what is slow) for each slow member or pair, and each host's slow disk."""
+        """Yield (name, what is slow) for each slow member, slow pair, and host with a slow disk."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)
@@ -112,7 +112,7 @@ class Outcome:
 
 
 def note_ranks(outcome: Outcome, rows: Sequence[Sequence[float]]) -> None:
-    """Add measurements between ranks, each given as [rank, rank, latency in s, bytes per s]."""
+    """Add measurements of links, each given as [rank, rank, latency in s, bytes per s]."""
     for a, b, latency_s, bytes_per_s in rows:
         figures = {LATENCY: latency_s, SENT: bytes_per_s, RECEIVED: bytes_per_s}
         finding = _finding({"probe": NETWORK, "state": "whole", "text": "", "figures": figures})

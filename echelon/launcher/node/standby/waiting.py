@@ -93,7 +93,7 @@ class Waiting:
         return True
 
     def fits(self, environ: Mapping[str, str], processors: Collection[int] | None) -> bool:
-        """Return whether a rank with the given environment and processors can take the standby."""
+        """Return whether the standby can run a rank with the given environment and processors."""
         if not self.is_ready or processors != self._processors:
             return False
         own = self._environ

@@ -38,7 +38,10 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class Kept:
-    """The section of a ring for retained operations. The caller must hold the writer's lock."""
+    """A ring's section for operations that outlive their slots.
+
+    The caller must hold the writer's lock.
+    """
 
     def __init__(self, memory: Any, live: Any, layout: Layout) -> None:
         self._memory = memory

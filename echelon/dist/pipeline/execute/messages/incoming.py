@@ -1,7 +1,8 @@
 """Manage this rank's receives from one peer during a step.
 
-A channel's messages arrive in the order in which the peer's row of the plan computes their data.
-Receives are posted in the same order, a few computations before the data is needed.
+A channel's messages arrive in the order in which the peer computes their data, according to the
+peer's row of the plan. Receives are posted in the same order, a few computations before the data
+is needed.
 
 A receive for outputs can be posted before the header has arrived, because both ends store the size
 from the previous step. Outputs that are larger in this step need one more message. In the first
