@@ -142,7 +142,7 @@ class TorchGroup(Identity):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Collect several tensors from every rank, each into a single tensor."""
+        """Gather several tensors from all ranks, each into a single output tensor."""
         calls = []
         for output, data in zip(outputs, inputs, strict=True):
             out, finish = tensors.target(output)
@@ -343,7 +343,7 @@ class TorchGroup(Identity):
         return False
 
     def abort(self) -> None:
-        """Abort the group on all ranks within 1 s. Safe to call on any thread.
+        """Abort the group on all ranks within 1 s. Safe to call from any thread.
 
         Waiting operations raise an error.
         """

@@ -156,7 +156,7 @@ class Laps:
     - the first step
     - one past the last step
     - how long ago the lap started and ended, in us (two elements)
-    - the time spent waiting, on checkpoints and on loading data, in us (three elements)
+    - the times spent on waiting, on checkpoints and on loading data, in us (three elements)
 
     `ranks` contains one list per rank:
 
@@ -165,7 +165,7 @@ class Laps:
     - the time since the last sign of progress in ms (-1: none)
     - the step of the last saved checkpoint (-1: none)
     - the number of checkpoints loaded
-    - the time spent waiting, on checkpoints and on loading data in the unfinished step, in us
+    - the times spent on waiting, on checkpoints and on loading data in the unfinished step, in us
       (three elements)
     """
 

@@ -46,7 +46,7 @@ class World:
         is_reported: whether the observers have been notified that all processes have ended.
         epochs: for each complete epoch, the monotonic time, in ns, at which its first rank was
             ready.
-        epochs_there: for each complete epoch, when each rank on another node was ready, by that
+        epochs_there: for each complete epoch, when each rank on a remote node was ready, by that
             node's clock.
         published: for each lost rank, the first epoch without that rank, even if the epoch is not
             complete yet.

@@ -74,7 +74,7 @@ class Stacks:
         self.not_permitted = (TRACING,) if denied else ()
 
     def text(self) -> str:
-        """Return the stacks that `spy` has read, or else the answer to the signal."""
+        """Return the stacks that `spy` read, or else those that the process wrote when signaled."""
         return self._spied or (_text_from(self._path, self._from) if self._asked else "")
 
     def origin(self) -> str:

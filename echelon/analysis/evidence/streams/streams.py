@@ -48,7 +48,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A pending send or receive, and its position among those from its sender to its receiver."""
+    """One side of a pending message, and the message's position between sender and receiver."""
 
     rank: int
     row: int
@@ -228,7 +228,7 @@ class Streams:
         return is_whole and bool(len(own)) and int(own.min()) > sequence
 
     def is_at(self, rank: int, place: Place) -> bool:
-        """Return whether a collective is the head of a rank's queue."""
+        """Return whether a collective is at the head of a rank's queue."""
         head = self.heads.get(rank)
         return head is not None and (head.group, head.sequence) == place
 

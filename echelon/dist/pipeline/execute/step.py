@@ -58,9 +58,9 @@ class Step:
     def carry_out(self, row: list[Action]) -> None:
         """Execute a row of the plan, including its messages; return once all sends have completed.
 
-        Each send starts immediately after the computation that produces its data. Receives are
-        posted no later than at their position in the row, and usually a few computations before the
-        data is used.
+        Each send starts immediately after the computation that produces its data. Each receive is
+        posted when its position in the row is reached, or earlier: usually a few computations
+        before its data is used.
         """
         steps = [part for action in row for part in action.computations or (action,)]
         computations = [action for action in steps if action.is_compute]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 def partners_of(places: Sequence[Hashable], machines: Sequence[Hashable] = ()) -> list[int | None]:
-    """Return, for each rank, the partner at another place that stores a second copy of its shards.
+    """Choose each rank's partner: the rank at another place to which it sends copies of its shards.
 
     The ranks of each place send their copies to the next place, and the ranks of the last place
     send them to the first. The copies are split evenly across the ranks of the receiving place. A
