@@ -182,7 +182,7 @@ class Hub:
         self._gathered = (None, b"")
 
     def deliver_woken_to(self, connection: Peer) -> None:
-        """Answer the satisfied waiters of one connection."""
+        """Answer those waiters of one connection that have been woken."""
         woken = self.state.woken
         if woken:
             own = [waiter for waiter in woken if waiter.owner is connection]

@@ -108,7 +108,7 @@ Sets = Sequence[Sequence[int]]  # of ranks with the same shards; one rank each w
 def without_replicas_elsewhere(
     partners: Sequence[int | None], sets: Sets, places: Sequence[Hashable]
 ) -> list[int | None]:
-    """Return the partners, replaced by None where a rank's shards have a replica elsewhere.
+    """Drop the partner of each rank whose shards have a replica at another place or machine.
 
     Args:
         partners: see `partners_of`.

@@ -166,7 +166,7 @@ class Copying:
             raise self._error
 
     def wait_until_ended(self, timeout_s: float) -> None:
-        """Wait until the thread has ended; ignore the thread's error.
+        """Wait until the copying thread has ended; ignore its error.
 
         Raises:
             CollectiveError: the thread has not ended after `timeout_s` seconds.
