@@ -101,7 +101,7 @@ class Operation:
         return self.sequence.to_bytes(8, "little") + self.call
 
     def __str__(self) -> str:
-        """Return a readable form of the operation: `all_reduce(sum) float32[3, 4]`."""
+        """Return a readable form of the operation, such as `all_reduce(sum) float32[3, 4]`."""
         if self.is_message:
             return f"{self.kind}(tag {self.tag}) {self.dtype}{list(self.shape)}"
         return describe_call(self.call)

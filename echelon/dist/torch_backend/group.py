@@ -163,9 +163,9 @@ class TorchGroup(Identity):
         return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce each tensor in a list over all ranks; store the result for this rank's tensor.
+        """Reduce a list of tensors, one per rank, over all ranks; store this rank's result.
 
-        The list has one tensor per rank, and the tensors' sizes can differ.
+        The tensors' sizes can differ.
         """
         name = "reduce_scatter"
         output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)

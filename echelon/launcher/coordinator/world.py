@@ -259,7 +259,7 @@ class World:
         Args:
             own: the ranks whose loss is the event; () for any other event.
             is_stall: whether the event is a stall. If so, losses whose epoch is not complete yet
-                also count.
+                are included.
         """
         ends = [self.ended[rank].epoch for rank in own if self.ended[rank].epoch]
         end = min(ends, default=max(self.epochs, default=0) + 1)

@@ -1,7 +1,7 @@
 """Execute one rank's row of a plan for one batch.
 
 The black box records each computation as a `compute` span with the action's text (`1F3`), and each
-wait for another rank as a `pipeline` span that names the awaited data and its sender. The analysis
+wait for another rank as a `pipeline` span that names the missing data and its sender. The analysis
 of a hang can therefore name the action.
 """
 

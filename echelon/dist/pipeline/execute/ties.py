@@ -29,7 +29,7 @@ class Ties:
         stages: Sequence[Stage],
         rank_of_stage: Sequence[int],
     ) -> None:
-        """Find this rank's copies.
+        """Find this rank's copies of the tied parameters.
 
         Args:
             ties: the copies of each tied parameter, as `stage:parameter`.

@@ -75,7 +75,7 @@ class Offer:
     """One copy of one rank's shards that a survivor can read.
 
     Attributes:
-        version: the state to which the copy belongs.
+        version: the version of the state that was copied.
         owner: the rank whose shards the copy contains, as numbered by the launcher.
     """
 
