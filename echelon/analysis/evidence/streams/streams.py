@@ -48,7 +48,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One side of a pending message, and the message's position between sender and receiver."""
+    """One rank's side of a message, which is pending on this rank or on the other one.
+
+    `place` is the message's index among this rank's pending messages with the same sender and
+    receiver.
+    """
 
     rank: int
     row: int

@@ -112,7 +112,7 @@ class _Reading:
             self.error = raised
 
     def _read(self, line: Line, first: int, out: Tensor) -> None:
-        """Fill `out` with the bytes of a line (see `sharing.py`), beginning at the line's byte `first`."""
+        """Fill `out` with bytes from a `Line`, beginning at the line's byte number `first`."""
         try:
             for piece in line.pieces(first, first + out.numel()):
                 if self.error is None:

@@ -163,8 +163,8 @@ class _ModuleHooks:
     def _detached_from_unit(self, output: Any) -> Any:
         """Return new tensors in place of outputs that are inputs or share memory with parameters.
 
-        The unit's backward pass begins when the gradient of an output is computed, and ends when
-        the gradient of an input is. A tensor must therefore not be both an input and an output.
+        The unit's backward pass begins when an output's gradient is computed, and ends when an
+        input's gradient is computed. A tensor must therefore not be both an input and an output.
         """
         inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
 

@@ -140,7 +140,9 @@ class Copying:
             raise self._late(timeout_s)
 
     def wait_until_stamped(self, timeout_s: float) -> None:
-        """Wait until the copying thread has stamped or discarded the copy; ignore its error.
+        """Wait until the copying thread has stamped or discarded the copy.
+
+        An error of this thread is ignored.
 
         Raises:
             CollectiveError: the thread has done neither after `timeout_s` seconds.
@@ -166,7 +168,7 @@ class Copying:
             raise self._error
 
     def wait_until_ended(self, timeout_s: float) -> None:
-        """Wait until the copying thread has ended; ignore its error.
+        """Wait until the copying thread has ended; ignore the thread's error.
 
         Raises:
             CollectiveError: the thread has not ended after `timeout_s` seconds.

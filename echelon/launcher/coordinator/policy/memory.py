@@ -1,4 +1,4 @@
-"""Serialize what the restart policy knows about a job, to be sent to possible hosting nodes.
+"""Serialize what the restart policy knows about a job, for nodes that could take over as the host.
 
 Without this knowledge, the node that takes over as the host would count restarts and failures from
 zero, and would use suspect nodes without probing them first.

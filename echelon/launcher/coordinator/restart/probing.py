@@ -143,7 +143,7 @@ class Probing:
                 present.found.append((node, finding))
 
     def step(self, now_s: float) -> None:
-        """Start a round of probes if one is due; finish a round that is complete or too late."""
+        """Start a round of probes if one is due; finish a round that is complete or overdue."""
         if not self._suspects:
             return
         if self._round is None:
