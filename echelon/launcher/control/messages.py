@@ -51,7 +51,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll:
-    """An event: a node that has lost contact with the host asks for a vote and the host's name.
+    """An event: a node cut off from its host asks for a vote and for the name of the new host.
 
     The reply is a `Vote`.
     """
