@@ -56,7 +56,7 @@ class Stacks:
             return False
 
     def have_arrived(self) -> bool:
-        """Return whether the stacks requested by signal are complete; True if no signal was sent."""
+        """Return whether stacks requested by signal are complete; True if no signal was sent."""
         if not self._asked:
             return True
         size, since = _size(self._path), self._seen[1]
