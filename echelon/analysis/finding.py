@@ -176,7 +176,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """True if nothing is wrong."""
+        """True if the analysis found nothing wrong."""
         return self.verdict is None
 
     @property

@@ -207,7 +207,7 @@ def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
 
 
 def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
-    """Return the argument against a rival of the root, or "" if no argument is found."""
+    """Return why the root hypothesis is preferred to a rival, or "" if no reason is found."""
     ranks = rival.finding.culprit_ranks
     if not ranks:
         return "singles out no rank"

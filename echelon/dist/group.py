@@ -159,7 +159,7 @@ class ProcessGroup(Collectives, PointToPoint):
         """Launch the operations called inside the block together, and wait for all of them.
 
         If the block raises an exception, none of its device operations are launched. If the block
-        had already called a device operation, the group ends, because other ranks might have
+        had already called a device operation, the group fails, because other ranks might have
         launched theirs.
 
         Raises:

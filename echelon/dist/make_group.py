@@ -174,8 +174,8 @@ class GroupMaker:
     def _drop(self, state: GroupState) -> None:
         """Let the process's watcher thread close a group that was deleted while it was open.
 
-        If the group's library requires all ranks to close the group together, it instead stays
-        open until `close` closes all groups.
+        If the group's library requires all ranks to close a group together, the group instead
+        stays open until `close` closes all groups.
         """
         if state.is_closed or state.is_foreign:
             return

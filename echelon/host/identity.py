@@ -2,7 +2,7 @@
 
 A pid is meaningless in another PID namespace, and can be reused in its own namespace. Therefore, a
 process is identified by (inode of its PID namespace, pid, start ticks). Two network namespaces on
-one machine share a boot ID but count as two hosts.
+one machine share a boot ID but are treated as two hosts.
 """
 
 from __future__ import annotations

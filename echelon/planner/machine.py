@@ -88,10 +88,10 @@ class Machine:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link(self, size: int, *, is_across: bool) -> Link:
-        """Return the link with the group size nearest to `size`.
+        """Return the link whose group size is nearest to `size`, on a logarithmic scale.
 
-        Links of the other kind (across nodes or inside a node) are considered only if there are no
-        links of the requested kind.
+        If there are no links of the requested kind (across nodes or within a node), the links of
+        the other kind are considered.
         """
         known = [link for link in self.links if link.is_across == is_across] or list(self.links)
         return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))

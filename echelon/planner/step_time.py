@@ -122,7 +122,7 @@ def _most_parameters(model: Model, layout: Layout) -> float:
 
 
 def _exposed_s(model: Model, layout: Layout, job: Job, machine: Machine, compute_s: float) -> float:
-    """Return the time spent in gathers and gradient reductions that computation does not hide."""
+    """Return how much longer a step takes because of gathers and gradient reductions."""
     if layout.data == 1:
         return 0.0
     parameters = _most_parameters(model, layout)

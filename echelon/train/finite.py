@@ -159,7 +159,8 @@ class FiniteGuard:
         """Find the ranks that hold infinite or NaN gradients. Collective for the ranks of `over`.
 
         Returns:
-            The location, or None if all gradients are finite.
+            These ranks, and the lowest of them with its first affected parameter; None if all
+            gradients are finite.
 
         Raises:
             CollectiveError: a rank was lost or did not join.

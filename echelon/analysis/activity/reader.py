@@ -1,7 +1,7 @@
 """Classify a thread's activity from its stack.
 
 The frames called from the innermost line of user code show what that line is doing. All other
-frames count only if they belong to a library phase that can call user code: data loading,
+frames are considered only if they belong to a library phase that can call user code: data loading,
 checkpointing or compilation. C frames are used if user code calls C++ directly, for example in
 `work.wait()` or a store's `get`.
 """

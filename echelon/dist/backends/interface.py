@@ -79,8 +79,8 @@ class Members:
 
     Attributes:
         name: the group's name in error messages.
-        rank: this rank within the group.
-        ranks: global ranks, in group order.
+        rank: this process's rank within the group.
+        ranks: the members' global ranks, in group order.
         options: the options passed to `init`.
         device: the kind of device whose arrays the engine must transfer, such as "cuda" or "xpu";
             "" means the engine's own kind.

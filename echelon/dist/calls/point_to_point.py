@@ -12,7 +12,7 @@ from echelon.dist.work import Work
 
 
 class PointToPoint(Calls):
-    """The calls that involve only two members."""
+    """The calls that involve only two members of the group."""
 
     @overload
     def send(

@@ -82,7 +82,7 @@ def origins(
 
 
 def _needed(rank: int, answers: Mapping[int, Answer], silent: Sequence[int]) -> list[int]:
-    """Return the ranks that a rank is waiting for, according to the answers."""
+    """Return the ranks that a rank is waiting for, according to the liveness check's answers."""
     if rank not in answers:
         return []
     mine = answers[rank]

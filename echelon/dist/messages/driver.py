@@ -140,10 +140,10 @@ class Driver:
         return not thread.is_alive()
 
     def _may_have_unread(self, peer: int) -> bool:
-        """Return whether bytes from a peer might have arrived that no receive has taken yet.
+        """Return whether there might be bytes from a peer that no receive has taken yet.
 
         The result is True if a stream has unread bytes, or if the driver's thread is awake and
-        therefore might be processing bytes that it has read. Safe to call on any thread.
+        therefore might be processing bytes that it has read. Safe to call from any thread.
         """
         if self._streams.has_unread(peer):
             return True

@@ -125,8 +125,8 @@ class Transfer(Outcome):
     def check_with(self, watch: Watch) -> None:
         """Check the transfer against `watch`, as in `Watch.check`.
 
-        Before the deadline, the death of a rank is ignored as long as bytes from this rank are
-        unread, because they might complete the transfer.
+        Before the deadline, the death of another rank is ignored as long as bytes from that rank
+        are unread, because those bytes might complete the transfer.
         """
         if self.operation.peer == ANY_SOURCE:
             watch.check(None)

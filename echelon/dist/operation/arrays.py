@@ -227,7 +227,7 @@ class _HostMemory:
 
 
 def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
-    """View an array of CuPy or a similar library through `__cuda_array_interface__`."""
+    """View an array from CuPy or a similar library through `__cuda_array_interface__`."""
     facts = array.__cuda_array_interface__
     dtype, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
     pointer, read_only = facts["data"]

@@ -1,4 +1,4 @@
-"""Describe one checked operation, with flat views instead of the caller's arrays.
+"""Describe an operation whose arguments were checked and whose arrays were replaced by flat views.
 
 The data that must be equal on all ranks is packed into `call`, a fixed number of bytes that any
 engine can compare. `describe_call` decodes these bytes for error messages.
@@ -101,7 +101,7 @@ class Operation:
         return self.sequence.to_bytes(8, "little") + self.call
 
     def __str__(self) -> str:
-        """Return a readable form of the operation: `all_reduce(sum) float32[3, 4]`."""
+        """Return a readable form of the operation, such as `all_reduce(sum) float32[3, 4]`."""
         if self.is_message:
             return f"{self.kind}(tag {self.tag}) {self.dtype}{list(self.shape)}"
         return describe_call(self.call)
@@ -129,7 +129,7 @@ def encode_call(
     device: str = "cpu",
     splits: tuple[int, ...] = (),
 ) -> bytes:
-    """Pack the data that must be equal on all ranks.
+    """Pack the properties of a call that must be equal on all ranks.
 
     Args:
         shape: the array's shape; None if there is no array.
@@ -160,7 +160,7 @@ def encode_call(
 
 
 def describe_call(call: bytes) -> str:
-    """Return a readable form of an encoded call: `broadcast(root 0) float32[3, 4]`.
+    """Return a readable form of an encoded call, such as `broadcast(root 0) float32[3, 4]`.
 
     If `call` is malformed, the text is meaningless, but no error is raised.
     """

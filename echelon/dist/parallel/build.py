@@ -163,8 +163,9 @@ def _shard(
 ) -> None:
     """Shard each block as one unit, and the remaining parameters of each stage as another unit.
 
-    Without a pipeline, the whole model counts as one stage. On a single data-parallel rank, nothing
-    is sharded unless `mp_policy`, `offload_policy` or a model on the meta device requires units.
+    Without a pipeline, the whole model is treated as one stage. On a single data-parallel rank,
+    nothing is sharded unless `mp_policy`, `offload_policy` or a model on the meta device requires
+    units.
     """
     is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
     needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]

@@ -21,7 +21,7 @@ _is_claimed = False  # by a protected call of this process
 
 
 def is_protected(group: ProcessGroup, call: str) -> bool:
-    """Return whether training survives the loss of a rank; warn if the job ends in that case.
+    """Return whether training survives the loss of a rank; warn if `--on-loss` rules this out.
 
     Only rank 0 issues the warning. A world of one rank is protected only if other ranks can join
     it.

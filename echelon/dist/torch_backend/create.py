@@ -130,7 +130,7 @@ class Maker:
 
 
 def seconds(timeout: Any) -> float:
-    """Return torch's timeout in seconds: at most 1e9, and 0.001 if it is not positive."""
+    """Convert torch's timeout to seconds, limited to 1e9; replace an invalid timeout with 0.001."""
     value = float(timeout.total_seconds())
     return min(value, _LONGEST_TIMEOUT_S) if value > 0 and math.isfinite(value) else 0.001
 

@@ -142,7 +142,7 @@ class TorchGroup(Identity):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Collect several tensors from every rank, each into a single tensor."""
+        """Gather several tensors from all ranks, each into a single output tensor."""
         calls = []
         for output, data in zip(outputs, inputs, strict=True):
             out, finish = tensors.target(output)
@@ -163,9 +163,9 @@ class TorchGroup(Identity):
         return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce each tensor in a list over all ranks; store the result for this rank's tensor.
+        """Reduce a list of tensors, one per rank, over all ranks; store this rank's result.
 
-        The list has one tensor per rank, and the tensors' sizes can differ.
+        The tensors' sizes can differ.
         """
         name = "reduce_scatter"
         output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)
@@ -343,7 +343,7 @@ class TorchGroup(Identity):
         return False
 
     def abort(self) -> None:
-        """Abort the group on all ranks within 1 s. Safe to call on any thread.
+        """Abort the group on all ranks within 1 s. Safe to call from any thread.
 
         Waiting operations raise an error.
         """

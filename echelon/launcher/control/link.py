@@ -105,7 +105,7 @@ class LocalLink:
         return self.commands.fileno()
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have arrived."""
+        """Return the commands that have arrived since the last call."""
         return self.commands.take()
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ class LivedTime:
     The clock does not read the time itself: the caller passes the time to each method, in seconds.
 
     Args:
-        step_s: the longest interval between two ticks that counts in full, in seconds. Of a longer
-            interval, only the first `step_s` seconds count.
+        step_s: the longest interval between two ticks that is counted in full, in seconds. Of a
+            longer interval, only the first `step_s` seconds are counted.
         now_s: the current time.
     """
 

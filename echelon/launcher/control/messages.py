@@ -51,7 +51,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll:
-    """An event: a node that has lost its host asks for a vote and for the name of the new host.
+    """An event: a node cut off from its host asks for a vote and for the name of the new host.
 
     The reply is a `Vote`.
     """
@@ -156,7 +156,7 @@ class Laps:
     - the first step
     - one past the last step
     - how long ago the lap started and ended, in us (two elements)
-    - the time spent waiting, on checkpoints and on loading data, in us (three elements)
+    - how long the rank waited, handled checkpoints and loaded data, in us (three elements)
 
     `ranks` contains one list per rank:
 
@@ -165,8 +165,8 @@ class Laps:
     - the time since the last sign of progress in ms (-1: none)
     - the step of the last saved checkpoint (-1: none)
     - the number of checkpoints loaded
-    - the time spent waiting, on checkpoints and on loading data in the unfinished step, in us
-      (three elements)
+    - how long the rank has waited, handled checkpoints and loaded data in the unfinished step, in
+      us (three elements)
     """
 
     attempt: int

@@ -46,7 +46,7 @@ class Seal:
         self._received = 0
 
     def close(self, body: bytes) -> bytes:
-        """Seal `body` and return the frame. Frames must be sent in the order of sealing."""
+        """Seal `body` and return the frame. Send frames in the order in which they were sealed."""
         counter = _COUNTER.pack(self._sent)
         self._sent += 1
         return counter + hmac.new(self._mine, counter + body, hashlib.sha256).digest() + body

@@ -6,9 +6,9 @@ carries them out: `Roster` decides which nodes take part, `decide.Attempt` turns
 into actions, `StallRule` detects stalls, and `Restarting` decides how long a restart waits for the
 verdict.
 
-The user's stop signal is forwarded to the ranks at once, even while an incident is being collected.
-Only the end of an attempt waits for the incident. Failures are ordered by their arrival at the
-coordinator, never by timestamps.
+The user's stop signal is forwarded to the ranks immediately, even while an incident is being
+collected. Only the end of an attempt waits for the incident. Failures are ordered by their arrival
+at the coordinator, never by timestamps.
 """
 
 from __future__ import annotations

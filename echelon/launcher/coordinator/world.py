@@ -46,7 +46,7 @@ class World:
         is_reported: whether the observers have been notified that all processes have ended.
         epochs: for each complete epoch, the monotonic time, in ns, at which its first rank was
             ready.
-        epochs_there: for each complete epoch, when each rank on another node was ready, by that
+        epochs_there: for each complete epoch, when each rank on a remote node was ready, by that
             node's clock.
         published: for each lost rank, the first epoch without that rank, even if the epoch is not
             complete yet.
@@ -133,7 +133,7 @@ class World:
         return [node for node in self.present if not self._is_late(node)]
 
     def _is_late(self, node: str) -> bool:
-        """Return whether a node has only ranks that have yet to join."""
+        """Return whether a node has ranks and all of them have yet to join."""
         ranks = self.nodes[node]
         return bool(ranks) and all(map(self.is_new, ranks))
 
@@ -259,7 +259,7 @@ class World:
         Args:
             own: the ranks whose loss is the event; () for any other event.
             is_stall: whether the event is a stall. If so, losses whose epoch is not complete yet
-                also count.
+                are included.
         """
         ends = [self.ended[rank].epoch for rank in own if self.ended[rank].epoch]
         end = min(ends, default=max(self.epochs, default=0) + 1)

@@ -297,7 +297,7 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run the requested probes; return the answer.
+    """Run the requested probes; return a message with their findings.
 
     Blocks at most until the deadlines of all probes have passed.
 

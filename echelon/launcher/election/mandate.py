@@ -84,7 +84,7 @@ class Mandate:
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:
-        """Return the member, other elector or witness with the given name, or None."""
+        """Return the member, elector or witness that has the given name, or None."""
         if name == WITNESS and self.witness:
             return Member(name=name, host=name, endpoint=self.witness, num_workers=0, node_rank=-1)
         return next((one for one in (*self.members, *self.others) if one.name == name), None)

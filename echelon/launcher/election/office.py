@@ -114,7 +114,7 @@ class Office:
         return [(name, self._beat(name, number, now_s)) for name in self._nodes]
 
     def beat_to(self, names: Iterable[str], now_s: float) -> list[tuple[str, Beat]]:
-        """Return an extra heartbeat for each of the given nodes, to renew their permits at once."""
+        """Return an extra heartbeat for each given node, to renew the permits immediately."""
         number = self._lease.beat(now_s)
         return [(name, self._beat(name, number, now_s)) for name in names if name in self._nodes]
 

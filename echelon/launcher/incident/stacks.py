@@ -56,7 +56,7 @@ class Stacks:
             return False
 
     def have_arrived(self) -> bool:
-        """Return whether the answer to the signal is complete; True if no signal was sent."""
+        """Return whether stacks requested by signal are complete; True if no signal was sent."""
         if not self._asked:
             return True
         size, since = _size(self._path), self._seen[1]
@@ -74,7 +74,7 @@ class Stacks:
         self.not_permitted = (TRACING,) if denied else ()
 
     def text(self) -> str:
-        """Return the stacks that `spy` has read, or else the answer to the signal."""
+        """Return the stacks that `spy` read, or else those that the process wrote when signaled."""
         return self._spied or (_text_from(self._path, self._from) if self._asked else "")
 
     def origin(self) -> str:

@@ -96,7 +96,7 @@ def _is_dynamic(environ: Mapping[str, str]) -> bool:
 
 
 class TorchDump:
-    """The dump of one worker from torch's own recorder, with methods to request and read it."""
+    """One worker's dump by torch's own flight recorder, with methods to request and read it."""
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
         pipe = next((environ[name] for name in _PIPE_NAMES if environ.get(name)), "")

@@ -90,9 +90,9 @@ class Verdicts:
             self._next = None
 
     def begin(self, incident: Incident, nodes: Sequence[str], *, is_due: bool) -> None:
-        """Start analyzing an incident, and show the verdict on `nodes` when it is available.
+        """Start analyzing an incident; once the verdict is available, show it on `nodes`.
 
-        If `is_due` is False, the verdict is not shown before `release` is called.
+        If `is_due` is False, the verdict is not shown until `release` is called.
         """
         analysis, self._next = self._next, None
         one = _Open(incident, list(nodes), analysis, is_due)

@@ -1,4 +1,4 @@
-"""Define a worker that is examined for an incident, and the reason for the examination."""
+"""Define the state of a worker, and the reason for collecting an incident."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ _KILL_ROUNDS = 200  # a fork bomb may outrun one walk over its tree; this bounds
 
 
 class Guard:
-    """A server for one agent. It ends when the agent closes the connection."""
+    """A server for one agent. It stops when the agent closes the connection."""
 
     def __init__(
         self, agent: socket.socket, prctl: ctypes._NamedFuncPointer, ignored: frozenset[int]

@@ -48,7 +48,7 @@ class Fold:
         return self._take([h for h in self._held.values() if h.due_s <= now_s])
 
     def flush(self) -> list[bytes]:
-        """Return all lines that are held."""
+        """Return all lines that are being held back."""
         return self._take(list(self._held.values()))
 
     def _release(self, rank: int) -> list[bytes]:

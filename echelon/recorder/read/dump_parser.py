@@ -102,7 +102,7 @@ def _signature_of(entry: Sequence[Any]) -> Signature:
 
 
 def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Read a table of columns; skip unknown columns, and fill missing columns with 0."""
+    """Read a table stored by column; skip unknown columns, and fill missing columns with 0."""
     length = int(table["length"])
     columns: Mapping[str, bytes] = table["columns"]
     names = [name for name in dtype.names or () if name in columns]

@@ -120,7 +120,7 @@ class _Names:
 
 @dataclass
 class _Counts:
-    """How many operations a group has had so far, and its last collective in each state."""
+    """The number of a group's operations so far, and the group's last collective in each state."""
 
     collectives: int = 0
     p2p: int = 0

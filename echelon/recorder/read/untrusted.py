@@ -22,10 +22,10 @@ _NESTED: dict[str, type[Any]] = {
 
 
 def check_version(path: Path, version: object) -> tuple[int, int]:
-    """Return a file's version as (major, minor).
+    """Check the version that a file states, and return it as (major, minor).
 
     Raises:
-        DumpFormatError: the value is not a version, or its major version differs from the reader's.
+        DumpFormatError: `version` is malformed, or the major version differs from the reader's.
     """
     if (
         not isinstance(version, Sequence)

@@ -86,7 +86,7 @@ class Pending:
         self._sweep(list(self.works.items()))
 
     def sweep_oldest(self) -> None:
-        """Record the completion of finished `Work` objects among the oldest few."""
+        """Record the completion of finished `Work` objects; check only the few oldest objects."""
         if self.works:
             self._sweep(list(itertools.islice(self.works.items(), _FEW)))
 

@@ -98,7 +98,7 @@ class Pool:
         return channel
 
     def give_back(self, channel: Channel) -> None:
-        """Return a connection to the pool after its exchange, without waiting for other calls."""
+        """Return a connection to the pool after an exchange, without waiting for other calls."""
         self._taken.discard(channel)
         if not self._lock.acquire(blocking=False):
             channel.close()

@@ -43,16 +43,16 @@ class Hub:
 
     Attributes:
         state: the keys, queues and waiters.
-        limits: the limits for each peer.
+        limits: the limits on the server and on each peer.
         secret: the secret that echelon's clients must share; None if no secret is required.
         instance: random bytes that let a client detect a restarted server.
         executor: the C executor of plain commands; None without the C core.
         turns: the queue of the peers' deferred work.
         leases: the presences.
         connections: all open connections.
-        strangers: the open connections that are not members yet.
+        strangers: the open connections whose peers have not become members yet.
         admitted_addresses: numeric addresses from which torch's clients are admitted.
-        num_refused: the number of connections closed because of a violation.
+        num_refused: the number of connections that the server closed because it refused the peer.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Hub:
         self._gathered = (None, b"")
 
     def deliver_woken_to(self, connection: Peer) -> None:
-        """Answer the satisfied waiters of one connection."""
+        """Answer those waiters of one connection that have been woken."""
         woken = self.state.woken
         if woken:
             own = [waiter for waiter in woken if waiter.owner is connection]

@@ -155,7 +155,7 @@ class Peer(asyncio.Protocol):
             self.refuse(f"server is full ({self.hub.limits.num_connections} connections)")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Withdraw all waits and arrivals of the peer."""
+        """Remove all state that belongs to the peer, such as its waits."""
         self.standing = Standing.CLOSED
         self._leave_plain()
         self._backlog.clear()

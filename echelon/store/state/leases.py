@@ -70,7 +70,7 @@ class Leases:
             self._end(key, lease)
 
     def has_closed(self, session: bytes) -> None:
-        """Shorten the leases of a session whose last connection has closed to the grace period."""
+        """Limit a session's leases to the grace period, because its last connection has closed."""
         ends = self._now() + GRACE_S
         for key in self._keys_of.get(session, ()):
             self._leases[key].ends = min(self._leases[key].ends, ends)

@@ -410,7 +410,7 @@ class StoreState:
         return waiting
 
     def num_waiters(self) -> int:
-        """Return the number of open waits."""
+        """Return the number of pending waits."""
         return sum(map(len, self._waiters_of.values()))
 
     def num_presences(self) -> int:

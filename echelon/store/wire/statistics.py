@@ -17,11 +17,13 @@ class StoreStatistics:
     Attributes:
         num_keys: the number of keys with a value.
         num_queues: the number of queues that are not empty.
-        num_connections: the number of open connections, including those that are not members yet.
+        num_connections: the number of open connections, including those whose peers have not become
+            members yet.
         num_waiters: the number of calls waiting for keys, items, barriers or gathers.
         num_watched_keys: the number of keys whose changes are pushed to a client.
         num_presences: the number of keys with a lease.
-        num_refused: the number of connections closed so far because of a violation.
+        num_refused: the number of connections that the server has closed so far because it refused
+            the peer.
         value_bytes: the total size of all values and queued items, in bytes.
         waiting: the number of waiters for each key.
         missing_ranks: for each open barrier or gather, the first 64 missing ranks; empty if an

@@ -105,7 +105,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
 
     def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Add attention and then the feed-forward network to `x`: [B, T, C] -> [B, T, C]."""
+        """Add the outputs of attention and the feed-forward network to `x`, in turn: [B, T, C]."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 

@@ -126,7 +126,7 @@ class Gradients:
         return [value for row in rows for value in row[len(flags) :]]
 
     def _gathered(self, mine: list[float], *, has_values: bool) -> list[list[float]]:
-        """Return one list per rank: a flag for each parameter, then the rank's values, if any.
+        """Gather a list from each rank: a flag per parameter, then any values per micro-batch.
 
         A flag is nonzero if the rank has a gradient for the parameter. Collective.
         """

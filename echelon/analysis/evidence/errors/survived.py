@@ -65,7 +65,7 @@ class Survived:
     other_errors: frozenset[str]  # of other mismatches of the job
 
     def is_named_by(self, type_name: str, message: str) -> bool:
-        """Return whether the type and message of an exception refer to this error."""
+        """Return whether an exception, given by its type and message, reports this error."""
         if not _KINDS[self.kind].search(f"{type_name}: {message}"):
             return False
         if _is_among(self.errors, message):

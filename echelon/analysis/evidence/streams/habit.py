@@ -48,7 +48,10 @@ def _keys(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return 1 for each message launched together with the preceding row, else 0: [num_rows]."""
+    """Return, for each row, 1 if it is a message launched together with the preceding one, else 0.
+
+    The shape of the result is [num_rows].
+    """
     is_message = (rows["flags"] & Flag.P2P) > 0
     together = is_message.copy()
     together[:1] = False

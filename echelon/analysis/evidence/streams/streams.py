@@ -48,7 +48,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A pending send or receive, and its position among those from its sender to its receiver."""
+    """One rank's side of a message, which is pending on this rank or on the other one.
+
+    `place` is the message's index among this rank's pending messages with the same sender and
+    receiver.
+    """
 
     rank: int
     row: int
@@ -228,7 +232,7 @@ class Streams:
         return is_whole and bool(len(own)) and int(own.min()) > sequence
 
     def is_at(self, rank: int, place: Place) -> bool:
-        """Return whether a collective is the head of a rank's queue."""
+        """Return whether a collective is at the head of a rank's queue."""
         head = self.heads.get(rank)
         return head is not None and (head.group, head.sequence) == place
 

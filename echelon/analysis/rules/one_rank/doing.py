@@ -1,6 +1,6 @@
 """Detect a rank whose stack shows what it is waiting for: data, a checkpoint or the store.
 
-Programs that do not import echelon open no spans, so the stack is the only source. If the rank is
+Programs that do not import echelon open no spans, so the stack is the only evidence. If the rank is
 waiting for a child process, usually a data-loader worker, the report includes the line that the
 child is executing.
 """

@@ -1,4 +1,4 @@
-"""Detect a rank that ended, closed its recorder, has a stale heartbeat, or left no record."""
+"""Detect a rank that has ended, closed its recorder or left no record, or has a stale heartbeat."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NOTED_COST_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laggards:
-    """The members that most often arrived last, and the time that the others lost."""
+    """The members that most often arrived last, and how much time this cost the others."""
 
     group: str
     ranks: tuple[int, ...]

@@ -219,7 +219,7 @@ class TorchRank:
 
 
 class TorchGroups:
-    """The groups found in all files, identified by name, description and members."""
+    """The groups that appear in any of the files, identified by name, description and members."""
 
     def __init__(
         self, files: Mapping[int, TorchRank], pairs: Sequence[tuple[str, str]], world_size: int = 0

@@ -85,7 +85,7 @@ class Swap:
         self._finished.set()
 
     def is_completed(self) -> bool:
-        """Return whether the swap has succeeded or failed."""
+        """Return whether the swap has ended, successfully or not."""
         return self._finished.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:

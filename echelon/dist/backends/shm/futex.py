@@ -49,7 +49,10 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all threads that sleep on the u32 at `address`, after a full barrier in the kernel."""
+    """Execute a full memory barrier, then wake all threads that sleep on the u32 at `address`.
+
+    The kernel does both.
+    """
     assert _syscall is not None
     _syscall(
         ctypes.c_long(_number),

@@ -73,7 +73,7 @@ def anonymous_file(num_bytes: int) -> int:
 
 
 def _unlinked_file(num_bytes: int) -> int:
-    """Create an unlinked file in /dev/shm, and allocate all of its space."""
+    """Create an unlinked file of `num_bytes` bytes in /dev/shm, and allocate its space."""
     where = _FILES if os.path.isdir(_FILES) else None  # noqa: PTH112
     with tempfile.TemporaryFile(dir=where) as file:
         try:

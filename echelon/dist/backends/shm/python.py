@@ -168,7 +168,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Reduce this rank's shard of a chunk into its own slot, then copy every rank's shard."""
+        """Reduce this rank's shard of a chunk into its slot, then copy all shards to `out`."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(

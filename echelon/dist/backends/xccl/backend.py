@@ -149,7 +149,7 @@ def _give_shared_back(shared: _Shared) -> None:
 
 
 class _Joining:
-    """The watch that applies while a group is being created."""
+    """The watch that an engine checks while it creates a group."""
 
     def __init__(self, members: Members, timeout_s: float) -> None:
         self.operation = Operation("init", 0, timeout_s=timeout_s)

@@ -25,7 +25,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """Hashes of a tensor's path, its shape and dtype, and the range of elements on one rank."""
+    """Hashes of a tensor's path, of its shape and dtype, and of the range that one rank holds."""
 
     path: int
     kind: int

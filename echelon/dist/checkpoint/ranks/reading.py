@@ -77,7 +77,7 @@ class _Reading:
             self._note(line)
 
     def _round(self, lines: Sequence[Line], number: int, num_rounds: int) -> None:
-        """Read this rank's part of one window of each line, and exchange the parts."""
+        """Read this rank's part of window `number` of each `Line`, and exchange the parts."""
         rank, size = self._peers.rank, self._peers.size
         parts = [aligned(-(-line.num_bytes // (num_rounds * len(line.ranks)))) for line in lines]
         sent: list[list[Tensor]] = [[] for _ in range(size)]
@@ -112,7 +112,7 @@ class _Reading:
             self.error = raised
 
     def _read(self, line: Line, first: int, out: Tensor) -> None:
-        """Fill `out` with the bytes of a line, starting at byte `first`."""
+        """Fill `out` with bytes from a `Line`, beginning at the line's byte number `first`."""
         try:
             for piece in line.pieces(first, first + out.numel()):
                 if self.error is None:

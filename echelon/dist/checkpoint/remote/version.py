@@ -83,7 +83,7 @@ class RemoteUnfinished:
         self.path.upload(file, limit_s)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish this rank's part of the manifest, after the rank's file is complete."""
+        """Publish this rank's part of the manifest. The rank's file must already be complete."""
         self.path.write(INDEX_NAME.format(rank), encode(part))
 
     def add_failure(self, rank: int, reason: str) -> None:

@@ -68,7 +68,8 @@ class HostStorage(Storage):
     """A storage in an anonymous private mapping of host memory.
 
     Args:
-        pages: the idle memory to share with other storages; None if the memory is never released.
+        pages: the pool of idle memory that this storage shares with others; None if the storage
+            never releases its memory.
 
     Attributes:
         address, num_bytes: the address and size of the mapping's aligned part.

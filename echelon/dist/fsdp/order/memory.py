@@ -39,7 +39,7 @@ class Residency:
 
     @property
     def ahead_bytes(self) -> int:
-        """The size in bytes of the units that have been gathered ahead."""
+        """The total size in bytes of the units that have been gathered ahead of their use."""
         return sum(entry.num_bytes for entry in self._ahead)
 
     def gather(self, entry: Entry) -> None:

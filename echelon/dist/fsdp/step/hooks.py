@@ -163,8 +163,8 @@ class _ModuleHooks:
     def _detached_from_unit(self, output: Any) -> Any:
         """Return new tensors in place of outputs that are inputs or share memory with parameters.
 
-        The gradient of an output marks the beginning of the unit's backward pass, and the gradient
-        of an input marks its end. A tensor must therefore not be both an input and an output.
+        The unit's backward pass begins when an output's gradient is computed, and ends when an
+        input's gradient is computed. A tensor must therefore not be both an input and an output.
         """
         inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
 

@@ -2,8 +2,8 @@
 
 At the end of the backward pass, the ranks compare hashes of the order in which they gathered and
 reduced units. On a mismatch, the error names the ranks whose order differs from the most common
-order. The ranks also exchange which parameters have gradients. If no rank has a gradient for a
-parameter, the parameter's `.grad` is left unchanged.
+order. The ranks also tell each other which parameters have gradients. If no rank has a gradient for
+a parameter, the parameter's `.grad` is left unchanged.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def make_region(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool) -> None:
-    """Split a linear layer along its output dimension; it returns only this rank's features."""
+    """Split a linear layer along its output dimension; make it return only this rank's features."""
     linear = _linear(name, module)
     linear.out_features = _divide_rows(name, linear, setting)
     if not enters:

@@ -111,7 +111,12 @@ def _run(
 def _divide(
     roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[_Deferred]]:
-    """Return the parameters whose gradients the first half computes, and the deferred nodes."""
+    """Divide a backward pass into two halves.
+
+    Returns:
+        The parameters whose gradients the first half computes, and the nodes that it leaves to the
+        second half.
+    """
     own = {id(leaf) for leaf in inputs}
     top = {edge.node for edge in roots}
     hanging: dict[Node, torch.Tensor] = {}  # parameters, and the unary chains above them

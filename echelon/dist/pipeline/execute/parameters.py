@@ -94,7 +94,7 @@ class Tied:
         self._kept, holder.grad = holder.grad, None
 
     def gradient(self) -> torch.Tensor:
-        """Return the full gradient of this step. Collective among the ranks that hold shards."""
+        """Return the parameter's full gradient in this step. Collective among its shards' ranks."""
         holder = self.holder()
         shard = shards(self._stage.module).get(self.name)
         if shard is None:

@@ -1,7 +1,7 @@
 """Execute one rank's row of a plan for one batch.
 
 The black box records each computation as a `compute` span with the action's text (`1F3`), and each
-wait for another rank as a `pipeline` span that names the awaited data and its sender. The analysis
+wait for another rank as a `pipeline` span that names the missing data and its sender. The analysis
 of a hang can therefore name the action.
 """
 
@@ -58,9 +58,9 @@ class Step:
     def carry_out(self, row: list[Action]) -> None:
         """Execute a row of the plan, including its messages; return once all sends have completed.
 
-        Each send starts immediately after the computation that produces its data. Receives are
-        posted no later than at their position in the row, and usually a few computations before the
-        data is used.
+        Each send starts immediately after the computation that produces its data. Each receive is
+        posted when its position in the row is reached, or earlier: usually a few computations
+        before its data is used.
         """
         steps = [part for action in row for part in action.computations or (action,)]
         computations = [action for action in steps if action.is_compute]

@@ -29,7 +29,7 @@ class Ties:
         stages: Sequence[Stage],
         rank_of_stage: Sequence[int],
     ) -> None:
-        """Find this rank's copies.
+        """Find this rank's copies of the tied parameters.
 
         Args:
             ties: the copies of each tied parameter, as `stage:parameter`.
@@ -104,7 +104,7 @@ class _Tie:
         self._channels: Mapping[int, Channel] = {}
 
     def distinct(self) -> list[Tied]:
-        """Return this rank's copies; a parameter object that stages share is listed only once."""
+        """Return this rank's copies of the parameter; a copy shared by stages is listed once."""
         first: dict[int, Tied] = {}
         for tied in self.mine.values():
             first.setdefault(id(tied.holder()), tied)

@@ -20,8 +20,8 @@ class Costs:
     Attributes:
         forward, input_grad, weight_grad: the durations for one micro-batch in one stage.
         backward: the duration of a full backward pass; None means input_grad + weight_grad.
-        overlap: the duration of an overlapped pair, as a fraction of the sum of the two
-            separate durations.
+        overlap: the duration of a forward and a backward pass that overlap, as a fraction of the
+            sum of their durations when run one after the other.
         latency: the latency of a message between two ranks.
         bandwidth: the number of bytes that a link transfers per unit of time; each link sends one
             message at a time.

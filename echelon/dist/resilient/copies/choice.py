@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 def partners_of(places: Sequence[Hashable], machines: Sequence[Hashable] = ()) -> list[int | None]:
-    """Return, for each rank, the partner at another place that stores a second copy of its shards.
+    """Choose each rank's partner: the rank at another place to which it sends copies of its shards.
 
     The ranks of each place send their copies to the next place, and the ranks of the last place
     send them to the first. The copies are split evenly across the ranks of the receiving place. A
@@ -75,7 +75,7 @@ class Offer:
     """One copy of one rank's shards that a survivor can read.
 
     Attributes:
-        version: the state to which the copy belongs.
+        version: the version of the state that was copied.
         owner: the rank whose shards the copy contains, as numbered by the launcher.
     """
 
@@ -108,7 +108,7 @@ Sets = Sequence[Sequence[int]]  # of ranks with the same shards; one rank each w
 def without_replicas_elsewhere(
     partners: Sequence[int | None], sets: Sets, places: Sequence[Hashable]
 ) -> list[int | None]:
-    """Return the partners, replaced by None where a rank's shards have a replica elsewhere.
+    """Drop the partner of each rank whose shards have a replica at another place or machine.
 
     Args:
         partners: see `partners_of`.

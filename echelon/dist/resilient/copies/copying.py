@@ -129,7 +129,9 @@ class Copying:
             self._is_decided.set()
 
     def wait_until_copied(self, timeout_s: float) -> None:
-        """Wait until the thread no longer reads this rank's state; ignore the thread's error.
+        """Wait until the copying thread has finished reading this rank's state.
+
+        An error of this thread is ignored.
 
         Raises:
             CollectiveError: the thread still reads the state after `timeout_s` seconds.
@@ -138,7 +140,9 @@ class Copying:
             raise self._late(timeout_s)
 
     def wait_until_stamped(self, timeout_s: float) -> None:
-        """Wait until the thread has stamped or discarded the copy; ignore the thread's error.
+        """Wait until the copying thread has stamped or discarded the copy.
+
+        An error of this thread is ignored.
 
         Raises:
             CollectiveError: the thread has done neither after `timeout_s` seconds.
@@ -164,7 +168,7 @@ class Copying:
             raise self._error
 
     def wait_until_ended(self, timeout_s: float) -> None:
-        """Wait until the thread has ended; ignore the thread's error.
+        """Wait until the copying thread has ended; ignore the thread's error.
 
         Raises:
             CollectiveError: the thread has not ended after `timeout_s` seconds.

@@ -215,8 +215,8 @@ class Training(Generic[_T]):
         """Wait for the next epoch after an error, and return the world of that epoch's ranks.
 
         Raises:
-            CollectiveError: no epoch was published, this rank cannot continue in it, or some of its
-                ranks did not arrive.
+            CollectiveError: no epoch was published, this rank cannot continue in the published
+                epoch, or some of the epoch's ranks did not arrive.
         """
         if isinstance(err, CollectiveMismatchError):
             raise err  # every rank would call the same again

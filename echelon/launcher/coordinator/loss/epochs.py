@@ -54,11 +54,11 @@ class PublishedEpochs:
         """Publish a new epoch with the remaining ranks; return "" on success, else what failed.
 
         Args:
-            lost: all ranks that count as lost.
+            lost: all ranks that the attempt has lost so far.
             known: what the ranks have reported.
             joins: the ranks that join in this epoch.
             dismissed: the ranks whose processes must exit instead of joining.
-            withdraws: the earlier epoch whose admissions are cancelled; 0 for none.
+            withdraws: the earlier epoch whose admissions are cancelled; 0 if there is none.
         """
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}

@@ -118,7 +118,7 @@ class Losses:
         self._lost_ns |= dict.fromkeys(ranks, monotonic_ns())
 
     def note_hang(self, world: World, rank: int, cause: str) -> None:
-        """Record the hang for which a rank was killed. Call this before the loss is handled."""
+        """Record the hang that caused a rank to be killed. Call this before the loss is handled."""
         self._follow(world)
         self._causes[rank] = cause
 

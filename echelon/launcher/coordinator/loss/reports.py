@@ -67,7 +67,7 @@ class Reports:
         return found
 
     def ready_there_ns(self) -> dict[int, int]:
-        """Return when each rank on another node became ready, by that node's monotonic clock."""
+        """Return when each rank on a remote node became ready, by that node's monotonic clock."""
         ready = ((rank, one.ready_there_ns) for rank, one in self._remote.items())
         return {rank: ns for rank, ns in ready if ns}
 

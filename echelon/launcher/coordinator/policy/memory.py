@@ -1,7 +1,7 @@
-"""Serialize the restart policy's memory of a job for the nodes that could host the job next.
+"""Serialize what the restart policy knows about a job, for nodes that could take over as the host.
 
-Without this memory, each failover would reset the counts of restarts and failures, and suspect
-nodes would be used again without a probe.
+Without this knowledge, the node that takes over as the host would count restarts and failures from
+zero, and would use suspect nodes without probing them first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Define the restart policy's table, which `docs/restarts.md` shows.
 
-The first row that matches a failure applies. The column `repeats` limits how often the same failure
-can recur before the job completes a new step: with 0, the job stops at the first occurrence; with
-1, it stops at the second; with None, only `--max-restarts` limits the restarts.
+A failure is handled by the first row that matches it. The column `repeats` limits how often the
+same failure can recur before the job completes a new step: with 0, the job stops at the first
+occurrence; with 1, it stops at the second; with None, only `--max-restarts` limits the restarts.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Probing:
 
     @property
     def waits_for(self) -> str:
-        """A description of the probes that are still awaited; "" if none are."""
+        """A description of the probes for which the restart is waiting; "" if there are none."""
         hosts = ", ".join(self._host_of(name) for name in self._suspects)
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 
@@ -143,7 +143,7 @@ class Probing:
                 present.found.append((node, finding))
 
     def step(self, now_s: float) -> None:
-        """Start a round of probes when one is due; finish the current round when it is over."""
+        """Start a round of probes if one is due; finish a round that is complete or overdue."""
         if not self._suspects:
             return
         if self._round is None:

@@ -2,7 +2,7 @@
 
 The hosting node tells each node which probes to run. First, all nodes measure their own disk,
 memory and devices at the same time. Then the pairs are measured in rounds, in which no node takes
-part in more than one measurement. A node that does not answer counts as broken.
+part in more than one measurement. A node that does not answer is considered broken.
 """
 
 from __future__ import annotations

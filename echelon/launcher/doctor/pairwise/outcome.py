@@ -41,7 +41,7 @@ class Outcome:
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 
     def costs(self) -> dict[str, dict[Pair, float]]:
-        """Return the cost of each working pair, separately under "latency" and "bandwidth".
+        """Return the costs of each pair that is not broken, under "latency" and "bandwidth".
 
         The "latency" cost is the latency in seconds. The "bandwidth" cost is the inverse of the
         bandwidth in the slower direction, in seconds per byte.

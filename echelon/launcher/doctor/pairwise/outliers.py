@@ -47,7 +47,7 @@ def slow_ones(costs: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
 
 
 def best_of(costs: Mapping[Pair, float]) -> dict[int, float]:
-    """Return, for each member, the cost of its best pair."""
+    """Return, for each member, the lowest cost among the pairs to which it belongs."""
     best: dict[int, float] = {}
     for pair, cost in costs.items():
         for member in pair:

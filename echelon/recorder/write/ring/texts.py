@@ -1,4 +1,4 @@
-"""Store the texts of a ring: permanent names, and recent texts that are overwritten later.
+"""Store a ring's texts: permanent names, and recent texts, which are eventually overwritten.
 
 See schema.py, [Note: two kinds of texts]. Storing a new text takes a lock. A signal handler or
 finalizer that interrupts the thread holding the lock does not wait for the lock. It receives a

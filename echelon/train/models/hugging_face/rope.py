@@ -37,7 +37,7 @@ def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
 
     Raises:
         CheckpointError: the kind of scaling is not implemented, one of its settings is unknown, or
-            both forms are present and contradict each other.
+            `rope_parameters` contradicts `rope_theta` or `rope_scaling`.
     """
     base = reader.get("rope_theta", None)
     scaling = reader.get("rope_scaling", None)

@@ -170,7 +170,7 @@ class Incoming:
         self._arrivals[thing].header = work, numbers
 
     def _size(self, thing: Thing) -> int | None:
-        """Return the size in bytes of a micro-batch's outputs in the previous step, if known."""
+        """Return the size in bytes of a micro-batch's outputs in the previous step, else None."""
         return self._link.received.get((thing.stage, thing.microbatch))
 
     def _post(self, thing: Thing) -> bool:
