@@ -117,7 +117,7 @@ class Transfer(Outcome):
         return [] if self.done else ranks  # it may have arrived while we looked
 
     def check(self) -> None:
-        """Raise an error if the transfer must be aborted, as in `Watch.check`; no-op without a watch."""
+        """Raise an error if the transfer's watch, if any, requires one; see `Watch.check`."""
         if self.watch is not None:
             self.check_with(self.watch)
 

@@ -1,4 +1,4 @@
-"""Train replicated, sharded or pipelined models to the same bits on any number of ranks."""
+"""Train a model to bitwise identical weights, however it is replicated, sharded or pipelined."""
 
 from echelon.train.same_bits.fingerprint import fingerprint
 from echelon.train.same_bits.micro_random import micro_batch_random, micro_batch_seed

@@ -86,7 +86,7 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 
 
 def advice_in(text: str) -> str:
-    """Return the last line that reports a known root cause, followed by the remedy; "" if none does."""
+    """Return the last line that reports a known root cause, followed by the remedy; "" if none."""
     found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
     return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""
 

@@ -158,9 +158,9 @@ def choose(offers: Mapping[int, Iterable[Offer]], sets: Mapping[int, Sets]) -> C
 
 
 def _owner(alike: Sequence[int], holders: Mapping[int, int]) -> int | None:
-    """Choose which of the ranks with the same shards has its copy read; None if no copy is left.
+    """Return the rank in `alike` whose copy is to be read, or None if all of their copies are lost.
 
-    A rank that can read its own copy is preferred.
+    All ranks in `alike` have the same shards. A rank that can read its own copy is preferred.
     """
     offered = [rank for rank in alike if rank in holders]
     return min(offered, key=lambda rank: (holders[rank] != rank, rank), default=None)
