@@ -222,10 +222,10 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the roots, followed by secondary findings about ranks that the roots do not name.
+    """Return the root findings, followed by secondary findings about ranks that they do not name.
 
     A secondary finding is about ranks that ended, or about ranks that hold up the same operation as
-    the culprits of the first root.
+    the culprits of the first root finding.
     """
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)

@@ -162,7 +162,7 @@ def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
 
 
 def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
-    """Return whether the roots chosen so far already blame all culprits of a hypothesis."""
+    """Return whether the hypotheses chosen so far already name all culprits of this hypothesis."""
     named = {rank for other in taken for rank in other.finding.culprit_ranks}
     ranks = set(one.finding.culprit_ranks)
     return bool(ranks) and ranks <= named

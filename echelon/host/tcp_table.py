@@ -109,7 +109,9 @@ def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
 
 
 def _owners(table: Path, wanted: Mapping[tuple[str, str], Ends]) -> dict[Ends, int]:
-    """Look up connections in one table; return the remote uids of the established connections.
+    """Look up connections in one table; return the uids that own their remote sockets.
+
+    Connections that are not established are omitted.
 
     Args:
         wanted: the connections, keyed by the addresses of both ends in the table's form.

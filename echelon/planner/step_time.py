@@ -29,7 +29,7 @@ class StepTime:
     Attributes:
         compute: the computation time of the rank with the most work.
         tensor: the time spent in tensor-parallel collectives.
-        exposed: the time spent in gathers and reductions that are not hidden by computation.
+        exposed: the time for gathers and reductions, minus the part that overlaps with computation.
         bubble: the time that the rank with the most work spends waiting for other stages and for
             messages between stages.
         optimizer: the time to read and write weights, gradients and the optimizer's state.

@@ -1,8 +1,8 @@
 """Track how much time each thread has spent in spans and in collectives.
 
 Unlike the contents of a ring, the totals are available even if recording is off, and are never
-overwritten. Each thread has its own totals, so that waits on a checkpoint thread do not count as
-training time.
+overwritten. Each thread has its own totals, so that time that a checkpoint thread spends waiting
+does not count as training time.
 """
 
 from __future__ import annotations

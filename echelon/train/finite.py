@@ -49,7 +49,7 @@ class NonFinite:
 
 
 class FiniteGuard:
-    """A guard that clips gradients and skips the optimizer's step if their norm is not finite.
+    """A guard that clips gradients and skips optimizer steps whose gradient norm is not finite.
 
     A gradient scaler already skips steps whose gradients overflow. With a scaler, call the guard
     only if `unscale_` returned True, so that steps in which the scale is still adapting are not
@@ -143,7 +143,7 @@ class FiniteGuard:
         return norm
 
     def step(self, optimizer: Any) -> bool:
-        """Take the optimizer's step if the last norm was finite.
+        """Take the optimizer's step if the last gradient norm was finite.
 
         Args:
             optimizer: any object that has a `step()` method.

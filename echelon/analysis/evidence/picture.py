@@ -216,7 +216,7 @@ def take_picture(recorded: Evidence) -> Picture:
 
 
 def failed_last(facts: RankEvidence) -> Any | None:
-    """Return a rank's last row if its operation failed, otherwise None."""
+    """Return a rank's last row if it records a failed operation, otherwise None."""
     if not len(facts.rows):
         return None
     last = facts.rows[-1]

@@ -203,7 +203,7 @@ class Engine(Protocol):
         """
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation on the caller's thread; block until its result is in place.
+        """Carry out one operation on the caller's thread; block until its result has been written.
 
         Python signal handlers run within `CHECK_EVERY_S` seconds. Their exceptions are propagated.
 

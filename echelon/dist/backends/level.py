@@ -1,4 +1,4 @@
-"""Provide levels: the subgroups on which a two-level engine carries out its steps."""
+"""Provide levels: the subgroups in which a two-level engine carries out its steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LevelWatch:
 
 
 class Level:
-    """A subgroup on one level (within or between hosts), with its own operation numbers.
+    """A subgroup at one level (within a host or between hosts), which numbers its own operations.
 
     Args:
         members: the members of the subgroup.

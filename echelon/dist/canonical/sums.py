@@ -24,7 +24,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class TreeSums:
-    """Sums over this rank's range of micro-batches, one vector per unmerged node.
+    """Sums over this rank's range of micro-batches, one vector per tree node not yet merged.
 
     Args:
         run: the micro-batch numbers of this rank.

@@ -187,7 +187,7 @@ def _require_shared(unfinished: Unfinished | RemoteUnfinished) -> None:
 
 @dataclass(kw_only=True)
 class _Job:
-    """One rank's work in a save."""
+    """The part of a save that one rank carries out."""
 
     unfinished: Unfinished | RemoteUnfinished
     contents: Contents

@@ -24,7 +24,7 @@ CHECK_EVERY_S = 0.1
 
 
 class StreamBroken(Exception):  # noqa: N818 -- an event for the protocol, not an error for a user
-    """Raised when the streams to or from a peer have broken."""
+    """Raised when a stream to or from a peer breaks."""
 
 
 class Streams(Interface):

@@ -139,8 +139,8 @@ def view(array: Any, name: str, *, writable: bool) -> View:
         writable: whether the result of an operation is stored in the array.
 
     Raises:
-        ValueError: `array` is not an array, or is masked, not contiguous or read-only although
-            `writable` is True, or its elements cannot be sent (Python objects, for example).
+        ValueError: `array` is not an array, is masked, is not contiguous, has elements that cannot
+            be sent (Python objects, for example), or is read-only although `writable` is True.
     """
     if type(array) is np.ndarray:
         dtype = _PLAIN.get(array.dtype)

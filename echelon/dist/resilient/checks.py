@@ -59,7 +59,7 @@ def check_kind(model: nn.Module) -> None:
 
 
 def check_units(model: nn.Module, before: Sequence[Unit]) -> None:
-    """Check that `prepare` has left the model sharded as it was when `run` began.
+    """Check that `prepare` has not sharded any part of the model since `run` began.
 
     Raises:
         ValueError: `prepare` sharded a part of the model.

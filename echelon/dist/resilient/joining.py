@@ -36,7 +36,7 @@ JOINS = {"joins": True}  # the row of such a rank in the meeting of an epoch
 
 
 class JoinDue(CollectiveError):  # noqa: N818 -- not an error that a user sees
-    """All ranks have finished a step and are about to enter an epoch in which other ranks join."""
+    """Raised after a step if all ranks are about to enter an epoch in which other ranks join."""
 
 
 class Joins:

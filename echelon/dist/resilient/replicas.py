@@ -30,15 +30,15 @@ class Replicas:
         self._number_for = number_for
 
     def check(self, size: int) -> None:
-        """Check the program's function for every number of ranks that can remain after losses.
+        """Check the number of replicas for every number of ranks that can remain after losses.
 
         Args:
             size: the number of ranks at the start.
 
         Raises:
-            ValueError: the function does not return the model's current number of replicas for
-                `size` ranks, or its result for a smaller number of ranks does not divide that
-                number.
+            ValueError: the program's function does not return the model's current number of
+                replicas for `size` ranks, or its result for a smaller number of ranks does not
+                divide that number of ranks.
         """
         found = [self.number(left) for left in range(1, size + 1)][-1]
         if found != self.initial:

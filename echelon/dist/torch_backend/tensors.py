@@ -1,8 +1,8 @@
 """Convert torch's tensors to the form that groups accept: one contiguous input and one output.
 
 Torch passes lists of tensors, non-contiguous tensors, and complex tensors. Tensors that already
-form one contiguous piece of memory are used in place. Other tensors use a buffer, from which
-`finish` copies the result back.
+form one contiguous piece of memory are used in place. For other tensors, the operation uses a
+buffer, from which `finish` copies the result back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Finish = Callable[[], None]
 
 
 def only(data: Any, call: str) -> Tensor:
-    """Return the only tensor in torch's list, or the argument itself if it is a tensor."""
+    """Return the only tensor in a list from torch, or the argument itself if it is a tensor."""
     if isinstance(data, torch.Tensor):
         return data
     if len(data) != 1:

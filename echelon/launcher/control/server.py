@@ -400,7 +400,7 @@ class _TryAgainError(LaunchError):
 
 
 class _Member:
-    """The state of a node or status client, preserved across reconnections."""
+    """The state of a node or of a status client, preserved across reconnections."""
 
     def __init__(self, name: str, greeting: Event, heard_s: float, *, can_resume: bool) -> None:
         self.name = name

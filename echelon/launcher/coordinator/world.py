@@ -329,7 +329,7 @@ class World:
         self.limits.begin_again(now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return an early examination if a slow operation or span calls for one, otherwise None."""
+        """Return a `Look` if a slow operation or span calls for an early examination, else None."""
         return self.limits.look([self._views.get(node) for node in self.members], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:

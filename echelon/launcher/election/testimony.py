@@ -40,7 +40,7 @@ class Testimony:
         self._events = events
 
     def send(self, command: Command) -> None:
-        """Send a heartbeat or a new mandate; ignore any other command. Does not block."""
+        """Send the witness a heartbeat or a new mandate; ignore other commands. Does not block."""
         if isinstance(command, Entrust):
             mandate = unpack_mandate(command.mandate)
             self._mandate, self._term = pack_mandate(ballot_of(mandate)), mandate.term

@@ -70,7 +70,7 @@ class RankRun:
     num_loads: int = 0  # how many checkpoints it has loaded
 
     def add(self, lap: Lap, max_laps: int) -> None:
-        """Append a lap; if there are more than `max_laps` laps, join adjacent laps in pairs."""
+        """Append a lap; if this exceeds `max_laps`, merge adjacent laps in pairs."""
         self.laps.append(lap)
         if len(self.laps) <= max_laps:
             return

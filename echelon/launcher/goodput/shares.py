@@ -1,4 +1,4 @@
-"""Compute a job's time in each category, per rank and in total, and the cost of each failure."""
+"""Compute the time spent in each category, per rank and in total, and the cost of each failure."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Analysis:
             self._process.stdin.close()
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when part of the answer arrives."""
+        """Return a descriptor that becomes readable when part of the child's answer arrives."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 

@@ -21,7 +21,7 @@ _NUM_SHOWN = 8
 class LimitsFile:
     """A background writer of a node's learned limits, with one row per call site or phase.
 
-    The disk might hang, so a separate thread is used. Failed writes are ignored.
+    A separate thread writes the rows, because the disk might hang. Failed writes are ignored.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LimitsFile:
 
 
 def write_limits(folder: Path, rows: Sequence[Row]) -> None:
-    """Write the limits of the most frequent call sites and phases to a folder; ignore errors."""
+    """Write the time limits of the most frequent calls and phases to a folder; ignore errors."""
     with contextlib.suppress(OSError):
         write_json(folder / _NAME, {"format": 1, "rows": [asdict(row) for row in rows[:MAX_ROWS]]})
 

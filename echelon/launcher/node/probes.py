@@ -56,7 +56,7 @@ class Probes:
         return min((child.due_s for child in [*waiting, *self._listeners]), default=float("inf"))
 
     def tick(self) -> None:
-        """Send the findings once all probes have answered, and end listeners at their deadlines."""
+        """Send the findings once all probes have answered; end listeners past their deadlines."""
         late = [one for one in self._listeners if time.monotonic() >= one.due_s]
         self._end(late)
         self._listeners = [one for one in self._listeners if one not in late]

@@ -30,7 +30,7 @@ class PerRank:
     ranks: Mapping[int, Std] = field(default_factory=dict)
 
     def of(self, local_rank: int) -> Std:
-        """Return the choice of streams for one local rank."""
+        """Return which streams are selected for one local rank."""
         return self.ranks.get(local_rank, self.default)
 
 

@@ -19,7 +19,10 @@ class _Held:
 
 
 class Fold:
-    """The lines that are being held. Callers pass in the current time."""
+    """Lines that are held back until other ranks have had time to print the same lines.
+
+    The caller passes the current time to the methods that need it.
+    """
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}

@@ -29,7 +29,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class RingTexts:
-    """A reader of texts and groups, which also collects them in lists that columns index into."""
+    """A reader of a ring's texts and groups, which collects them in `strings` and `groups`."""
 
     def __init__(self, data: bytes, layout: Layout, live: tuple[int, ...], damage: Damage) -> None:
         self.strings: list[str] = [""]

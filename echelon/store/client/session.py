@@ -34,8 +34,8 @@ class WaitCancelledError(Exception):
     """Raised when the server cancels a wait at its deadline.
 
     Attributes:
-        payload: for a barrier or gather, the server's encoded report of the arrivals so far; for
-            other waits, without meaning.
+        payload: for a barrier or gather, the server's encoded report of the arrivals so far;
+            meaningless for other waits.
     """
 
     def __init__(self, payload: bytes) -> None:

@@ -293,7 +293,7 @@ class Hub:
             self.deliver_woken()
 
     def statistics(self) -> Generator[None, None, StoreStatistics]:
-        """Collect the server's statistics in time slices."""
+        """Collect the server's statistics, yielding after each time slice."""
         state = self.state
         value_bytes = yield from total_bytes(state)
         return StoreStatistics(

@@ -20,8 +20,8 @@ _PACKET_COMMANDS: Final = 131072  # more than one packet can hold
 def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
     """Execute a member's commands; return the commands that must be deferred.
 
-    Commands are deferred if the connection is closed, if too many replies are unread, or if other
-    peers must have a turn.
+    Commands are deferred if the connection is closed, if too many replies are unread, or if the
+    member's turn is over.
     """
     state, out, turns = peer.state, peer.out, peer.hub.turns
     values, waiting, promised = state.values, state.waiting, state.promised_to

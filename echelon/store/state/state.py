@@ -372,7 +372,7 @@ class StoreState:
         self._unregister(waiter)
 
     def story_of(self, waiter: Waiter) -> RoundStory:
-        """Return the status of a waiter's barrier or gather, for a timeout error."""
+        """Return the status of a waiter's barrier or gather, to be included in a timeout error."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is None or waiter not in round_.arrivals:
             return 0, 0, []

@@ -35,7 +35,7 @@ class Waiter:
     Attributes:
         owner: the token of the connection or caller that is waiting.
         wants: the kind of result that satisfies the waiter.
-        keys: the awaited keys; a barrier or gather has one key.
+        keys: the keys that the owner waits for; a barrier or gather has one key.
         missing: the keys that did not exist at the last check.
         tag: the tag of the waiting query, or 0 for torch's clients.
         rank: in a barrier or gather, the rank that arrived; -1 if no rank was given.

@@ -329,7 +329,7 @@ class Parser:
         return position
 
     def _complete(self, message: p.Message | None, out: list[p.Message]) -> None:
-        """Finish the current command and append its message, if any."""
+        """Finish the current command, and append its message, if any, to `out`."""
         self._steps = None
         if message is not None:
             out.append(message)

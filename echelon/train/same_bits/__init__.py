@@ -1,4 +1,4 @@
-"""Train replicas, shards or pipelines to bitwise identical weights on any number of ranks."""
+"""Train a model to bitwise identical weights, however it is replicated, sharded or pipelined."""
 
 from echelon.train.same_bits.fingerprint import fingerprint
 from echelon.train.same_bits.micro_random import micro_batch_random, micro_batch_seed

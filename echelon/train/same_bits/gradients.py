@@ -68,9 +68,10 @@ class Gradients:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Discard earlier gradients, and keep sharded units gathered inside the context.
+        """Discard earlier gradients, and keep sharded units gathered until the context is left.
 
-        If the context ends with an exception, the gradients collected in it are discarded too.
+        If the context is left with an exception, the gradients collected within it are also
+        discarded.
         """
         self.drop()
         self._sums = [_Sums(self._run, len(one.owners)) for one in self._vectors]

@@ -223,7 +223,7 @@ class SameBitsPipeline:
     # ---- one batch ----
 
     def _carry_out(self, step: int, numbers: list[int], batch: Batch, take: Take) -> list[float]:
-        """Execute the plan on one batch of micro-batches; return this rank's losses."""
+        """Execute the plan on the micro-batches in `numbers`; return this rank's losses."""
         pipe = self._pipe
         inputs: list[list[torch.Tensor]] = []
         targets: list[list[torch.Tensor]] = []

@@ -192,7 +192,10 @@ def _gaps(layout: Layout) -> list[slice]:
 
 
 def _memory_of(sums: TreeSums) -> torch.Tensor:
-    """Return a vector of `sums` for reuse, or a new vector. All of `sums` must have been sent."""
+    """Return a vector from `sums` whose memory can be reused, or a new vector if `sums` is empty.
+
+    All vectors of `sums` must already have been sent.
+    """
     for _, vector in sums.nodes():
         return vector
     return torch.empty(sums.numel, dtype=sums.dtype, device=sums.device)

@@ -125,10 +125,9 @@ class Continuation:
         return int(counts[counts > 1].sum()) >= _MIN_REPEATED
 
     def _recent(self, rank: int) -> list[int]:
-        """Return the last few call sites before the error.
+        """Return the last few call sites of a rank before the error.
 
-        If this rank did not have the error, the call sites of a rank that had the error are
-        returned.
+        If this rank did not have the error, return the call sites of a rank that did.
         """
         known = rank if rank in self.failed else next(iter(self.failed))
         rows = self.evidence.ranks[known].rows[: self.failed[known]][-_RECENT_ROWS:]

@@ -263,8 +263,8 @@ def _survived(
 def _is_inside(facts: RankEvidence, one: _Break, sequence: int) -> bool:
     """Return whether a rank has a pending call that the error affects.
 
-    If the error ended its group, every call in the group counts. Otherwise, only calls up to the
-    failed operation count.
+    If the error ended the group, it affects all calls in the group. Otherwise, it affects only
+    calls up to the failed operation.
     """
     rows = facts.rows
     inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)

@@ -113,7 +113,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return the last earlier position whose call differs from the call at `place`.
+    """Return the nearest earlier position whose call differs from the call at `place`.
 
     Only positions preceded by the same calls as `place` are considered. The result is None if there
     is no such position.

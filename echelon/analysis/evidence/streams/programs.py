@@ -193,9 +193,10 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether a call has never before followed the calls that precede it.
+    """Return whether the call at `place` is unprecedented after the calls just before it.
 
-    If the preceding calls have not occurred earlier either, the result is False.
+    This is the case if the same sequence of calls has occurred earlier, but was always followed by
+    other calls.
     """
     keys = line.tolist()
     for length in (8, 4, 2, 1):

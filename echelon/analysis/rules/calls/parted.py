@@ -66,7 +66,7 @@ def _describe(picture: Picture, seen: Parting) -> Finding | None:
 
 
 def _kind(seen: Parting) -> str:
-    """Return the kind of difference: "left out", "extra", "instead" or "swapped"; "" if unclear."""
+    """Return how the calls differ: "left out", "extra", "instead" or "swapped"; "" if unclear."""
     own, others = seen.later
     if len(own) > 1 and len(others) > 1 and own[0] == others[1] and own[1] == others[0]:
         return "swapped"

@@ -1,8 +1,8 @@
-"""Detect a slipped stream of collectives, and determine by how many calls it slipped.
+"""Detect a rank whose sequence of collectives has shifted, and determine by how many calls.
 
-The signs of a slip, strongest first:
+The signs of such a shift, or slip, strongest first:
 
-- The streams agree again after a shift.
+- The rank's sequence matches the other ranks' sequences again after being shifted.
 - The step numbers differ.
 - The rank made the call that usually follows or precedes the expected call.
 - The data loader is exhausted on this rank but not on the other ranks.
@@ -149,7 +149,7 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return a sign of a slip if only the differing side has exhausted its data loader."""
+    """Return a sign of a slip if `odd` has exhausted its data loader but `usual` has not."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False

@@ -124,7 +124,7 @@ def _exit_order(facts: RankEvidence) -> int:
 
 
 def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
-    """Lower the confidence in the root, because another rank might have ended first."""
+    """Lower the confidence in the root finding, because another rank might have ended first."""
     others = rank_list([ending.rank for ending in ordered[1:]])
     return root.changed(
         confidence=Confidence.POSSIBLE,
@@ -357,7 +357,7 @@ def facts_site(facts: RankEvidence) -> str:
 
 
 def _moment_ns(facts: RankEvidence) -> int:
-    """Return when a rank raised its exception or exited; 0 if unknown."""
+    """Return the time at which a rank raised its exception or exited; 0 if unknown."""
     words = facts.last_words
     moment = words.mono_ns if words is not None and words.mono_ns else facts.host.exited_mono_ns
     return moment + facts.offset_ns if moment else 0

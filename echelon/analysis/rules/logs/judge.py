@@ -86,7 +86,7 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 
 
 def advice_in(text: str) -> str:
-    """Return the last line that reports a known root cause, with its remedy, or "" if none does."""
+    """Return the last line that reports a known root cause, followed by the remedy; "" if none."""
     found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
     return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""
 
@@ -153,7 +153,7 @@ def _by_traceback(rank: int, text: str) -> Trouble | None:
 
 
 def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
-    """Return whether a rank exited with an error but logged no consequence of another fault."""
+    """Return whether a rank exited with an error but logged no symptom of another fault."""
     code = facts.host.exit_code
     if not code or code in (-15, 143, -2, 130):
         return False

@@ -36,7 +36,7 @@ class Posted:
 
 
 class _Pending:
-    """All pending sends and receives, as a list and indexed by (rank, peer)."""
+    """All pending sends and receives, both as a list and grouped by (rank, peer)."""
 
     def __init__(self, picture: Picture) -> None:
         exchanges = picture.exchanges

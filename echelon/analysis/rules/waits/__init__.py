@@ -1,1 +1,1 @@
-"""Detect faults from the waits between ranks."""
+"""Detect faults by analyzing which ranks are waiting for which others."""

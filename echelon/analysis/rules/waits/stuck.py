@@ -193,8 +193,9 @@ def _is_at_store(facts: RankEvidence) -> bool:
 def is_left_behind(picture: Picture, wait: Wait) -> bool:
     """Return whether peers completed the operation while the waiting ranks remained in it.
 
-    A difference between dumps that were taken at different times does not count. A dead link does
-    not count either, because one side can then complete an operation that the other side cannot.
+    Differences that can arise because dumps were taken at different times are ignored. The result
+    is also False if a link is dead, because one side of the link can complete an operation that the
+    other side cannot.
     """
     if wait.absent or not wait.completed or picture.is_cut_off(wait):
         return False

@@ -86,7 +86,7 @@ def _agrees(one: tuple[str, str], described: frozenset[str] | None) -> bool:
 def descriptions(
     all_counters: Iterable[Counters], pairs: list[tuple[str, str]]
 ) -> dict[int, frozenset[str]]:
-    """Return the group descriptions in the ranks' entries, keyed by local group number."""
+    """Return the group descriptions found in the ranks' entries, keyed by local group number."""
     found: dict[int, set[str]] = {}
     for counters in all_counters:
         for pair, tops in counters.tops.items():

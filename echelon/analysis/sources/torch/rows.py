@@ -378,9 +378,9 @@ class TorchRows:
 
 
 def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]:
-    """Return the highest counters of each (name, description) pair.
+    """Return the highest collective and message numbers of each (name, description) pair.
 
-    Each row must still contain both of torch's counters.
+    The rows must still contain both numbers as torch assigned them.
     """
     found: dict[int, Tops] = {}
     for pair, local in locals_.items():

@@ -46,7 +46,7 @@ def create(
 
     Args:
         members: the members of the group, and the device of this rank.
-        store: a view of the store reserved for the engine.
+        store: a view of the store, for use by this engine only.
         host: the name of the backend for host arrays.
         deadline_s: the deadline on the monotonic clock, in seconds.
         is_staged: whether arrays must be staged through host memory.

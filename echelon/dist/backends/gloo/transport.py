@@ -244,7 +244,7 @@ class Transport:
         return self._group.broadcast([tensor(data)], options)
 
     def gather(self, rows: list[Flat] | None, data: Flat, root: int) -> Any:
-        """Start a gather of bytes at the root."""
+        """Start gathering bytes from all ranks at the root."""
         options = _core.GatherOptions()
         options.rootRank = root
         outs = [] if rows is None else [[tensor(row) for row in rows]]

@@ -61,7 +61,7 @@ class Range:
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of the range's elements."""
+        """The indices of the range's elements within the tensor, as a `Pattern`."""
         return Pattern(self.start, self.length, self.repeats)
 
 

@@ -323,7 +323,7 @@ def _extra_names(module: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def _ranks_of(manifest: Manifest) -> dict[str, list[int]]:
-    """Map each shared path to the ranks that saved their own value for it."""
+    """Map each path under which ranks saved their own values to the list of those ranks."""
     found: dict[str, set[int]] = {}
     for path in [*manifest.tensors, *manifest.aliases, *manifest.values]:
         shared, rank = shared_path(path)

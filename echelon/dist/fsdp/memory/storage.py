@@ -146,7 +146,7 @@ class DeviceStorage(Storage):
         self.tensor.untyped_storage().resize_(0)
 
     def take(self) -> None:
-        """Allocate the memory from the device's caching allocator, unless already allocated."""
+        """Allocate the memory with the device's caching allocator if it is not allocated yet."""
         storage = self.tensor.untyped_storage()
         if storage.size() == self._num_bytes:
             return

@@ -85,7 +85,7 @@ class Residency:
         self._ahead.discard(entry)
 
     def release_ahead(self) -> None:
-        """Release units that were gathered ahead and are no longer needed."""
+        """Release units that were gathered in advance and are no longer needed."""
         for entry in sorted(self._ahead, key=lambda one: one.number):
             if not entry.held:
                 self.release(entry)
@@ -93,7 +93,7 @@ class Residency:
 
 
 class Reductions:
-    """The reductions of one autograd run, limited by the budget."""
+    """The reductions of one autograd run, limited by the memory budget."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency

@@ -77,7 +77,7 @@ class Recording:
         """Record that a backward pass is complete; return whether it reduced all units.
 
         Args:
-            partners: the numbers of the recordings that took part in the backward pass.
+            partners: the numbers of the outermost units that took part in the backward pass.
         """
         self.partners = partners if self.partners is None else self.partners & partners
         self.unreduced.update(self.begun or self.begun_before)

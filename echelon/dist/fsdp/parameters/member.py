@@ -73,7 +73,7 @@ class Member:
         self._slots.append((weakref.ref(module), name))
 
     def show_leaf(self) -> None:
-        """Make the modules use the leaf.
+        """Make the modules use the leaf, a view of the full vector.
 
         Raises:
             ValueError: the program has replaced a module's parameter with another object.

@@ -175,7 +175,7 @@ class Driver:
 
     @property
     def in_backward(self) -> bool:
-        """True while autograd is running through the units."""
+        """True during a backward pass through the units."""
         if self._run is not None and self._run() is None:
             self._fail()
         return self.order.in_backward

@@ -1,6 +1,6 @@
 """Run a step that keeps the gradients of different micro-batches separate.
 
-A listener removes the gradients after each full backward pass, and after each half of a split
+A listener collects the gradients after each full backward pass, and after each half of a split
 backward pass. The RNG state is passed from stage to stage with each micro-batch's activations, so
 that a micro-batch draws the same random numbers no matter where the model is split.
 """

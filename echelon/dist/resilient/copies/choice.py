@@ -90,8 +90,7 @@ class Choice:
     Attributes:
         version: the newest state for which survivors hold copies of all shards.
         holders: one rank from each set of ranks that hold the same shards, mapped to a survivor
-            that can read this rank's copy. Without replicas, each rank of the state's epoch is a
-            set of its own.
+            that can read this rank's copy. Without replicas, each set consists of a single rank.
     """
 
     version: Version
@@ -159,9 +158,9 @@ def choose(offers: Mapping[int, Iterable[Offer]], sets: Mapping[int, Sets]) -> C
 
 
 def _owner(alike: Sequence[int], holders: Mapping[int, int]) -> int | None:
-    """Return the rank whose copy is read on behalf of a set, or None if all copies are lost.
+    """Return the rank in `alike` whose copy is to be read, or None if all of their copies are lost.
 
-    A rank that reads its own copy is preferred.
+    All ranks in `alike` have the same shards. A rank that can read its own copy is preferred.
     """
     offered = [rank for rank in alike if rank in holders]
     return min(offered, key=lambda rank: (holders[rank] != rank, rank), default=None)

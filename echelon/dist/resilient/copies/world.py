@@ -117,7 +117,7 @@ class WorldCopies:
 
     @property
     def timeout_s(self) -> float:
-        """The time limit for a copy and its exchange with the partners, in seconds."""
+        """The time limit for making a copy and exchanging it with the partners, in seconds."""
         return self._group.timeout_s * (2 + 2 * len(self._kept))
 
     @property

@@ -100,7 +100,7 @@ class Facts:
 
 
 def _names(setup: PipelineSetup[Any]) -> dict[torch.Tensor, list[str]]:
-    """Return the names that each tensor of the stages has in the whole model."""
+    """Map each tensor of the stages to its names in the whole model."""
     found: dict[torch.Tensor, list[str]] = {}
     for name, tensor, _ in named_tensors(setup.pipe.stages):
         found.setdefault(tensor, []).append(name)

@@ -41,7 +41,7 @@ class Admissions:
         self._joining.clear()
 
     def begin(self, rank: int, life: int) -> int:
-        """Prepare for a new process to replace a rank; return the number of the newest epoch.
+        """Prepare for a new process to take over a rank; return the number of the newest epoch.
 
         Args:
             life: how many earlier processes held this rank.
@@ -87,8 +87,9 @@ class Admissions:
     def delayed_by(self, world: World) -> list[int]:
         """Return the joining ranks if all other ranks are waiting for them, otherwise [].
 
-        A rank that has already entered the epoch counts as waiting too. It can enter before the
-        joining ranks do, because its sends to them complete at once if they fit into a buffer.
+        A rank that has already entered the epoch is also considered to be waiting. It can enter
+        before the joining ranks do, because a send to them completes immediately if the data fits
+        into a buffer.
         """
         epoch = self._epochs.awaited
         if epoch is None or not self._joining:
@@ -118,7 +119,7 @@ class Admissions:
             self._joining.pop(rank, None)
 
     def note_joined(self, epoch: Epoch) -> list[int]:
-        """Record that an epoch is complete; return the ranks that joined in it."""
+        """Record that an epoch is complete; return the ranks that joined during that epoch."""
         joined = sorted(rank for rank in self._joining if rank in epoch.roster)
         for rank in joined:
             del self._joining[rank]

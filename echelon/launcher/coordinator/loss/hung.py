@@ -125,7 +125,7 @@ class HungRanks:
             incident.recovered = incident.is_survived = True
 
     def forget(self, rank: int) -> None:
-        """Forget why a rank was killed, because another process has taken its place."""
+        """Forget why a rank's process was killed, because a new process now runs the rank."""
         self._causes.pop(rank, None)
         self._incidents.pop(rank, None)
 

@@ -206,9 +206,9 @@ class Losses:
     def _read(self, world: World, ended: Iterable[int]) -> Known:
         """Return all reports, including those that a node has not forwarded yet.
 
-        The missing reports are looked up in the store, except those of ranks lost before the ranks
-        in `ended`: the key that such a rank left in the store does not describe the process that
-        replaced it.
+        Missing reports are looked up in the store, but not for ranks that were lost before the
+        ranks in `ended`. The report that the store has for such a rank is from its old process, not
+        from the process that took its place.
         """
         gone = world.ended.keys() - {*ended} | world.published.keys()
         self._reports.ask_store(world, [one for one in range(world.size) if one not in gone])

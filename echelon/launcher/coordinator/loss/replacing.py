@@ -384,7 +384,7 @@ class Replacements:
         return [decide.JoinerEnded(rank)]
 
     def _is_new(self, rank: int) -> bool:
-        """Return whether a rank belongs to a late node and has not joined yet."""
+        """Return whether a rank has not joined yet and is an additional rank, not a replacement."""
         return rank in self._new
 
     def _process_of(self, rank: int) -> str:

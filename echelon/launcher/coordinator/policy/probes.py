@@ -98,7 +98,7 @@ def wait_s(num_failed: int) -> float:
 
 
 def to_markdown() -> str:
-    """Return both tables as Markdown, exactly as they appear in `docs/restarts.md`."""
+    """Return the tables `ASKED` and `ANSWERS` as Markdown, exactly as in `docs/restarts.md`."""
     lines = ["| cause | probes |", "|---|---|"]
     for row in ASKED:
         causes = ", ".join(f"`{cause}`" for cause in row.causes)

@@ -161,7 +161,7 @@ class Probing:
             self._note()
 
     def _ask(self, now_s: float) -> _Round:
-        """Ask the suspect nodes to run their own probes, and the partners to listen."""
+        """Ask the suspect nodes to run their own probes, and their partners to listen."""
         tasks: dict[str, list[Task]] = {}
         links = list(self._links()) if NETWORK in self._probes else []
         token = new_token()
@@ -267,9 +267,10 @@ class Probing:
             self._suspects = []
 
     def _exclude(self, name: str, broken: Sequence[Finding]) -> bool:
-        """Count a node's failed round; after too many, exclude the node if enough others remain.
+        """Count a failed round of a node's probes.
 
-        Return whether the node was excluded.
+        After too many failed rounds, exclude the node if enough other nodes remain. Return whether
+        the node was excluded.
         """
         self._failed[name] = self._failed.get(name, 0) + 1
         is_due = any(self._failed[name] >= tries_of(one.probe) for one in broken)

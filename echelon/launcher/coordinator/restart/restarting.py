@@ -1,7 +1,8 @@
-"""Handle the end of an attempt: wait for the verdict, decide whether to restart, and pause.
+"""Handle the end of an attempt: wait for the verdict, decide on a restart, and pause before it.
 
 Under the `smart` policy, a restart waits a few seconds for the verdict, which can show that a
-restart would fail in the same way. A verdict that arrives too late still counts in later decisions.
+restart would fail in the same way. A verdict that arrives too late for one restart is still taken
+into account in later decisions.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Restarting:
         return decision.action is not Action.STOP
 
     def history(self) -> str:
-        """Return a JSON description, for the workers, of how the earlier attempts ended."""
+        """Return a JSON text that tells the workers how the earlier attempts ended."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:

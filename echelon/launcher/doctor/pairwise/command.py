@@ -55,7 +55,7 @@ class Pairwise:
 
     Attributes:
         outcome: the measurements so far.
-        has_met: whether this node takes measurements together with other nodes.
+        has_met: whether this node has begun to measure together with other nodes.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:

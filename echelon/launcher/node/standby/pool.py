@@ -85,7 +85,7 @@ class Standbys:
         )
 
     def prepare_for(self, ranks: Sequence[Identity], modules: Path) -> None:
-        """Set the ranks for which standbys are started, and kill the standbys that no longer fit.
+        """Set the ranks for which standbys are started; kill ready standbys that fit none of them.
 
         Args:
             ranks: the environment and the processors of each rank on this node.

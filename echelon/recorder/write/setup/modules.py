@@ -45,7 +45,7 @@ def list_modules(path: Path, recorder: Recorder) -> None:
 
 
 def installed_modules() -> list[str]:
-    """Return the names of all loaded modules that are installed or part of echelon.
+    """Return the names of all loaded modules of Python, installed packages and echelon.
 
     The names are in import order.
     """

@@ -24,7 +24,7 @@ class Reader(Protocol):
     """A reader of the keys of a config.json."""
 
     def get(self, key: str, default: Any) -> Any:
-        """Return the value of a key."""
+        """Return the value of a key in the file, or the default if the key is missing."""
         ...
 
     def error(self, reason: str) -> CheckpointError:

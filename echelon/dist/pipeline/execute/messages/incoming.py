@@ -79,7 +79,7 @@ class Incoming:
             self.advance()
 
     def expect(self, thing: Thing, outputs: Sequence[torch.Tensor]) -> None:
-        """Record the shapes of a micro-batch's gradients, taken from the outputs being sent."""
+        """Record the shapes of a micro-batch's gradients, which equal those of the outputs sent."""
         self._expected[thing] = [
             torch.empty(one.shape, dtype=one.dtype, device="meta")
             for one in outputs

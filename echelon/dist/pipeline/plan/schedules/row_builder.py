@@ -59,7 +59,7 @@ class RowBuilder:
         self.actions.append(input_grad(stage, microbatch))
 
     def weights(self, stage: int | None = None) -> None:
-        """Append the oldest deferred weight gradients of `stage`, or of any stage if it is None."""
+        """Append the oldest deferred weight-gradient action of `stage`; None means any stage."""
         owed = next(pair for pair in self._owed if stage in (None, pair[0]))
         self._owed.remove(owed)
         self.actions.append(weight_grad(*owed))
