@@ -80,7 +80,7 @@ class Agreement:
             self._listen_in_background()
 
     def ask(self, reason: str) -> None:
-        """Make a later call to `reached` return True on all ranks.
+        """Request that all ranks agree on a later call to `reached`, which then returns True.
 
         This method can be called from a signal handler.
         """

@@ -239,7 +239,7 @@ class CopiedState(ABC):
         self._check_unchanged(timeout_s)
 
     def _decide_early(self, *_: object) -> None:
-        """Decide whether the copy is void, if the thread has read its source.
+        """Decide whether the copy is void, if the copying thread has read this rank's state.
 
         Called between two operations of a step.
         """

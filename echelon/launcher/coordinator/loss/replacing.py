@@ -54,9 +54,10 @@ class _Place:
     """The state of one lost rank's replacement.
 
     Attributes:
-        until_s: the deadline of the current stage. At the deadline, a process that is still loading
-            the program is reported, an admitted or dismissed process is killed, and a killed
-            process that is still running is reported.
+        until_s: the deadline of the current stage. When it passes, a process that is still loading
+            the program is reported, a process that was admitted but has not joined is killed, a
+            process that was dismissed but has not exited is killed, and a killed process that is
+            still running is reported.
         is_killed: whether the node was sent a command to kill the dismissed process.
     """
 

@@ -152,7 +152,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
 
 
 def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig, list[str]]:
-    """Return the config that `read_config` returns, and the text of its warnings."""
+    """Return the config that `read_config` returns, and the warnings that it shows."""
     reader = _Reader(folder / NAME, _load(folder / NAME))
     family = _family(reader)
     try:
@@ -193,10 +193,10 @@ def family_of(config: ModelConfig) -> str:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Check that extra keys do not change what `transformers` computes.
+    """Check that extra settings for config.json do not change what `transformers` computes.
 
     Raises:
-        ValueError: a key would change the computation, or is written by this package itself.
+        ValueError: a setting would change the computation, or is written by this package itself.
     """
     refused = sorted(set(extra) - (_WITHOUT_EFFECT - _OWN))
     if refused:
