@@ -93,7 +93,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def restore_rest(self, step: int | None) -> None:
-        """Restore the state that this rank has stored in its own memory. Local.
+        """Restore the state that this rank has stored in its own memory. Not collective.
 
         Args:
             step: a step for which this rank has stored the state; None means the newest one.

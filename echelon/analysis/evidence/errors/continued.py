@@ -88,7 +88,7 @@ class Continuation:
 
     @cached_property
     def _since_error(self) -> Mapping[int, Rows]:
-        """The collectives completed after the error, for each rank that had the error."""
+        """The collectives completed after the error, for each rank on which the error occurred."""
         found = {}
         for rank, index in self.failed.items():
             rows = self.evidence.ranks[rank].rows[index + 1 :]

@@ -254,7 +254,7 @@ class Replacements:
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
-        """Let lost ranks wait for another node if their node was lost before they were replaced."""
+        """Schedule lost ranks for another node if their own node was lost in the meantime."""
         nodes = {world.node_of(rank) for rank in self._at(_Stage.WANTED)}
         for node in nodes.difference(world.present):
             self._vacate(world, node)

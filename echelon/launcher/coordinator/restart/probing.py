@@ -126,13 +126,13 @@ class Probing:
         self._attempt, self._next_s, self._until_s = attempt, now_s, now_s + PATIENCE_S
 
     def lose(self, node: str) -> None:
-        """Stop waiting for a node that has left."""
+        """Stop waiting for a node that has disconnected."""
         self._suspects = [name for name in self._suspects if name != node]
         if self._round is not None:
             self._round.tasks.pop(node, None)
 
     def take(self, node: str, event: m.Probed) -> None:
-        """Handle a node's findings."""
+        """Handle the findings that a node has reported."""
         present = self._round
         if present is None or event.number != present.number or node not in present.tasks:
             return

@@ -143,7 +143,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
 
     Raises:
         CheckpointError: the file is missing or damaged, or describes a model that this package does
-            not implement; the error message names the setting.
+            not implement; the error message names the unsupported setting.
     """
     config, notes = read_with_notes(Path(folder), ignore)
     for note in notes:
@@ -164,7 +164,7 @@ def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig,
 
 
 def token_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the IDs of special tokens from a folder's config.json, for use as `extra`.
+    """Return the special token IDs in a folder's config.json, for `save_pretrained`'s `extra`.
 
     Raises:
         CheckpointError: the file is missing or damaged.
