@@ -221,7 +221,7 @@ class Stream:
         return True
 
     def flush(self) -> None:
-        """Show the remaining output, which does not end with a newline."""
+        """Show any remaining output that does not end with a newline."""
         if self._rest.strip():
             self._pass([self._rest])
         self._rest = b""

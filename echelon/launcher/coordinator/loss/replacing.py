@@ -254,7 +254,7 @@ class Replacements:
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
-        """Schedule lost ranks for another node if their own node was lost in the meantime."""
+        """Schedule lost ranks to run on another node if their own node has been lost as well."""
         nodes = {world.node_of(rank) for rank in self._at(_Stage.WANTED)}
         for node in nodes.difference(world.present):
             self._vacate(world, node)
