@@ -55,7 +55,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The chosen roots, and the remaining hypotheses."""
+    """The findings that were chosen as root causes, and the remaining hypotheses."""
 
     roots: tuple[Finding, ...]
     rest: tuple[Hypothesis, ...]

@@ -111,7 +111,10 @@ class Surroundings:
         self._looked_ns = time.monotonic_ns()
 
     def add_to(self, host: HostFacts) -> HostFacts:
-        """Return a copy of `host` with the current facts and the names of denied files added."""
+        """Return a copy of `host` with the current facts added.
+
+        The names of the files that this process is not permitted to read are added as well.
+        """
         denied = list(host.not_permitted)
         elapsed_ns = time.monotonic_ns() - self._looked_ns
         now = limits(self._pid, denied)

@@ -76,7 +76,7 @@ class Machine:
         overlap: the fraction of communication that computation can hide, from 0 to 1.
         block_s: the time in seconds to launch a block's operations and hooks, regardless of their
             size.
-        links: the known links inside a node and across nodes, for one or more group sizes.
+        links: the known speeds of links, each for one group size, inside a node or across nodes.
         origins: how each figure was obtained: measured, stated or assumed.
     """
 

@@ -176,7 +176,7 @@ def note_standing(standing: Standing) -> bool:
 
 
 def read_standing(rank_dir: Path) -> Standing | None:
-    """Return a rank's latest standing, or None if none can be read."""
+    """Return the latest standing that a rank has reported, or None if it cannot be read."""
     try:
         told = json.loads((rank_dir / _FILE).read_text())
         return Standing(

@@ -20,7 +20,7 @@ class Owner(Protocol):
     """An object with descriptors that forked children must not share."""
 
     def descriptors(self) -> Iterable[int]:
-        """Return the open descriptors."""
+        """Return the object's open descriptors."""
         ...
 
 

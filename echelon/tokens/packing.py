@@ -103,7 +103,7 @@ def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
 
 
 def _pieces(shards: TokenShards, context: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the position of each piece's first token, and the piece's number of pairs (>= 1)."""
+    """Return the position of each piece's first token, and each piece's number of token pairs."""
     ends = shards.ends()
     if len(shards) and (not len(ends) or ends[-1] < len(shards)):
         ends = np.append(ends, len(shards))  # the last document was not ended

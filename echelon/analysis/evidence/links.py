@@ -32,7 +32,10 @@ class BrokenLink:
 
     @property
     def is_dead(self) -> bool:
-        """True if packets are being lost: bytes are unacknowledged, and none are unread."""
+        """True if packets are being lost.
+
+        In this case, bytes are unacknowledged, and the receiver has no unread bytes.
+        """
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:

@@ -53,7 +53,8 @@ class Agreement:
 
         Args:
             members: the participating ranks.
-            state: the state of the members' group; the agreement ends when the group ends.
+            state: the state of the members' group. When the group is closed or aborted, the
+                agreement ends as well.
             store: a view of the store whose keys are used only by this agreement.
             timeout_s: how long a call to `reached` waits for the threads of other ranks.
             what: the subject of the agreement, as shown in errors and spans.
@@ -80,7 +81,7 @@ class Agreement:
             self._listen_in_background()
 
     def ask(self, reason: str) -> None:
-        """Make a later call to `reached` return True on all ranks.
+        """Request that all ranks agree on a later call to `reached`, which then returns True.
 
         This method can be called from a signal handler.
         """

@@ -332,7 +332,7 @@ class Protocol:
     # ---- the end ----
 
     def lost(self, peer: int, error: BaseException) -> None:
-        """End all transfers that need a peer whose streams have broken.
+        """Abort all transfers that depend on a peer whose streams have broken.
 
         Messages that have arrived completely can still be received.
         """

@@ -56,7 +56,7 @@ class Transfer(Outcome):
         rival: a receive in another engine that competes with this receive for one message.
         has_unread: a function that returns whether unread bytes from a rank have arrived; can be
             called on any thread.
-        is_shared: whether the message can also come through another engine.
+        is_shared: whether the message can also arrive through another engine.
     """
 
     __slots__ = (

@@ -43,7 +43,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def find_ties(
     stages: Sequence[Stage], first: dict[str, str], group: ProcessGroup
 ) -> list[list[str]]:
-    """Return the parameters that several stages hold, in the form of `Pipeline`'s `ties`.
+    """Return the parameters that several stages share, in the format of `Pipeline`'s `ties`.
 
     Collective.
 

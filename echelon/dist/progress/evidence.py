@@ -75,7 +75,7 @@ class Evidence(Protocol):
 
 
 class NoEvidence:
-    """The evidence of a group with one rank."""
+    """The implementation of `Evidence` for a group with a single rank."""
 
     def __init__(self, members: Members) -> None:
         self._members = members

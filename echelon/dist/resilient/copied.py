@@ -93,7 +93,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def restore_rest(self, step: int | None) -> None:
-        """Restore the state that this rank has stored in its own memory. Local.
+        """Restore the state that this rank has stored in its own memory. Not collective.
 
         Args:
             step: a step for which this rank has stored the state; None means the newest one.
@@ -239,7 +239,7 @@ class CopiedState(ABC):
         self._check_unchanged(timeout_s)
 
     def _decide_early(self, *_: object) -> None:
-        """Decide whether the copy is void, if the thread has read its source.
+        """If the copying thread has read this rank's state, decide whether the copy is void.
 
         Called between two operations of a step.
         """
@@ -249,7 +249,7 @@ class CopiedState(ABC):
         copying.decide(is_void=bool(writer.changed()))
 
     def _listen(self, writer: ShardsWriter | None) -> None:
-        """Observe the units' events, and collectives that write to copied tensors.
+        """Observe the units' events, and the collectives that write to tensors being copied.
 
         If `writer` is None, stop observing.
         """

@@ -69,7 +69,7 @@ class Maker:
         self._meeting: Meeting | None = None
 
     def make(self, description: str) -> ProcessGroup:
-        """Create the group; block until all members have joined. Every member must call `make`.
+        """Create the group; block until all members have called this method.
 
         Args:
             description: torch's `group_desc`, such as "mesh_dp", which names the group in verdicts.

@@ -26,7 +26,8 @@ class Reduction:
     `opts.reduceOp` refers to a C++ struct that is freed when the call returns.
 
     Attributes:
-        factor: the factor by which every rank's data is multiplied first (PREMUL_SUM), or None.
+        factor: the factor by which every rank's data is multiplied before the sum (PREMUL_SUM), or
+            None.
     """
 
     __slots__ = ("factor", "name")

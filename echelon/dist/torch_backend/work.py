@@ -57,7 +57,10 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return self._parts
 
     def take_finish(self) -> Finish | None:
-        """Return the function that copies the results. The caller must run this function."""
+        """Return the function that copies the results into the program's tensors, or None.
+
+        The caller must run this function, because `wait` no longer does.
+        """
         with self._lock:
             finish, self._finish = self._finish, None
         return finish

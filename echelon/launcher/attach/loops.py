@@ -32,7 +32,7 @@ class Left:
 
     @property
     def loop(self) -> str:
-        """The file name and first line of the loop, such as "train.py:14"."""
+        """The file name and first line number of the loop, such as "train.py:14"."""
         return f"{file_name(self.within.file)}:{self.first_line}"
 
 
@@ -57,7 +57,8 @@ def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left
 def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
     """Return the outermost pair of frames in which two stacks differ.
 
-    Return None unless both frames are in the same function and `one` is at the later line.
+    Return None unless both frames are in the same function and the frame from `one` is at the
+    later line.
     """
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if mine != theirs:

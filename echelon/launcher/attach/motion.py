@@ -37,7 +37,7 @@ def wakes(pid: int) -> Wakes | None:
 
 
 def went_on(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> bool:
-    """Return whether a main thread woke up often enough between two samples to show progress."""
+    """Return whether a main thread woke up often enough between two samples to imply progress."""
     if before is None or after is None:
         return False
     return after.waits - before.waits > max(2.0, _WAKES_PER_S * elapsed_s)

@@ -108,7 +108,7 @@ class WorkerEnded:
 class Sights:
     """An event: a node reports on its live ranks.
 
-    `folded` aggregates all ranks that have a ring; it is [] if no rank has one. Its elements are:
+    `folded` aggregates all ranks with an open ring; it is [] if there are none. Its elements are:
 
     - the node's first rank
     - whether any of these ranks is initialized (its world group exists)
@@ -118,14 +118,14 @@ class Sights:
     - the number of signs of progress
     - the number of dumps that torch wrote on its own
 
-    `ranks` contains one list for each of the other ranks:
+    `ranks` contains one list for each rank that has no ring or has closed its ring:
 
     - the rank
-    - whether the rank is initialized or, if it has no ring, has connected to the store
+    - whether the rank has connected to the store
     - the time since the last progress in ms (-1: none)
     - the age of the oldest pending operation in ms (-1: none)
     - the number of signs of activity
-    - whether the rank has a ring
+    - 0, because the rank does not have an open ring
     - the number of dumps that torch wrote on its own
 
     `dumped_rank` is the folded rank that wrote the latest dump; -1 if none of them wrote one. The

@@ -2,8 +2,8 @@
 
 The server runs on its own thread. Each node and each status client has one stream. If a node's
 stream breaks, the node can reconnect and resume its session. A node counts as lost once its machine
-refuses connections to its life sign, or once it has been silent for too long. Silence is measured
-on a clock that stops while the server's process is not running.
+refuses connections to the node's `LifeSign`, or once the node has been silent for too long. Silence
+is measured on a clock that stops while the server's process is not running.
 
 Every frame is authenticated with the job's secret. If messages arrive faster than the coordinator
 can handle them, the server stops reading from the nodes until the coordinator has caught up.

@@ -94,7 +94,7 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restarting:
-    """An event: the job is restarting with another attempt.
+    """An event: an attempt has ended, and the job is starting another.
 
     `decision` is the line printed for the user.
     """

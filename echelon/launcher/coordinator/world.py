@@ -232,7 +232,7 @@ class World:
         return ranks
 
     def admit(self, rank: int) -> tuple[Ended, int]:
-        """Count a lost rank as running again; return the last two arguments for `take_back`."""
+        """Count a lost rank as running again; return what `take_back` needs to undo this."""
         return self.ended.pop(rank), self.published.pop(rank)
 
     def move_ranks(self, lost: str, node: Node) -> None:

@@ -138,8 +138,8 @@ class Standby:
         """Begin searching for another host.
 
         Args:
-            is_dead: whether the host's machine refuses connections, which proves that the launcher
-                has exited.
+            is_dead: whether the lost host's machine refuses connections, which proves that the
+                launcher on that host has exited.
         """
         with self._lock:
             term = self._elector.term

@@ -150,7 +150,7 @@ class Collection:
         return self._directory.replace_incident(self._folder, self.continues.folder)
 
     def close(self) -> None:
-        """Close the files of the dumps.
+        """Close the dump files.
 
         Raises:
             OSError: the last data could not be written to disk.

@@ -45,7 +45,7 @@ Waits = Generator[float, None, None]
 
 
 def second_look_s(stall_timeout_s: float) -> float:
-    """Return the time between the two examinations of a stall, in seconds.
+    """Return the time between the two examinations of stalled ranks, in seconds.
 
     Args:
         stall_timeout_s: the time without progress that counts as a stall; 0 if stalls are ignored.

@@ -35,7 +35,7 @@ class Stacks:
         self._seen = (0, 0.0)
 
     def ask(self) -> None:
-        """Request the stacks with a signal, unless `spy` has read them."""
+        """Request the process's stacks with a signal, unless `spy` has already read them."""
         identity = self._identity
         if self._spied or not identity.stack_signal or not self._can_answer():
             return

@@ -86,7 +86,7 @@ class Witness:
         return activity.doing is not Doing.COLLECTIVE
 
     def look_below(self) -> None:
-        """Examine the descendants of the process. Can be called on another thread."""
+        """Examine the descendants of the worker's process. Can be called on another thread."""
         self._children, self._num_children = look_at_children(self._pid)
 
     def testify(self) -> None:

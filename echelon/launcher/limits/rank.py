@@ -65,7 +65,7 @@ class RankLimits:
         self._histories: dict[Key, History] = {}
 
     def learn(self, news: News, now_ns: int) -> None:
-        """Add the durations of completed operations and phases."""
+        """Add the durations of completed operations and phases to this rank's histories."""
         if news.is_other_ring:
             self._histories.clear()
         for key, lasted_ns in news.ended:

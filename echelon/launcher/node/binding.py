@@ -141,7 +141,7 @@ class Topology:
     def _grouped(
         self, cpus: frozenset[int], siblings: Callable[[int], frozenset[int]]
     ) -> list[frozenset[int]]:
-        """Group processors with their siblings, ordered by the lowest processor in each group."""
+        """Group processors that are siblings; sort the groups by their lowest processor number."""
         groups: dict[int, set[int]] = {}
         for cpu in sorted(cpus):
             groups.setdefault(min(siblings(cpu) or {cpu}), set()).add(cpu)

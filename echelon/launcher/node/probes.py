@@ -78,7 +78,7 @@ class Probes:
         self._children = []
 
     def close(self) -> None:
-        """End all probes."""
+        """Stop all running probes and listeners."""
         self._number = -1
         self._end(self._children)
         self._end(self._listeners)

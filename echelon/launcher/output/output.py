@@ -221,7 +221,7 @@ class Stream:
         return True
 
     def flush(self) -> None:
-        """Show the last line if it has no newline."""
+        """Show any remaining output that does not end with a newline."""
         if self._rest.strip():
             self._pass([self._rest])
         self._rest = b""
@@ -275,7 +275,7 @@ class Stream:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Return the text that a terminal finally shows for a line with carriage returns."""
+    """Return the text that remains visible on a terminal after a line with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

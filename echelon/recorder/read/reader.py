@@ -261,7 +261,7 @@ class LiveRing:
         )
 
     def _follow(self) -> None:
-        """Switch to the new ring if a program that the rank ran later has replaced the file."""
+        """Switch to the new ring if a later program of the same rank has replaced the file."""
         if not int(self._live[Live.CLOSED]):
             return
         now = _file_identity(self._path)

@@ -76,7 +76,7 @@ class StallRule:
         return self._reported is not None
 
     def begin_again(self, now_mono_ns: int) -> None:
-        """End the reported stall, and report no other stall until the limit has passed again."""
+        """Mark the reported stall as over; report no other until the limit has passed again."""
         self._reported = None
         self._quiet_until_ns = now_mono_ns + int(self._limit_s * 1e9)
 

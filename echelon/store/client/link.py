@@ -170,7 +170,7 @@ class Link:
         self._calls.pop(call.tag, None)
 
     def finish(self, call: Call, deadline: Deadline) -> None:
-        """Wait until a call has an answer or a frame.
+        """Wait until a call has received its answer or, if it is a watch, a frame.
 
         Raises:
             TimeoutError: nothing arrived in time; `finish` can be called again.

@@ -128,7 +128,7 @@ class TorchCalls(Store):
             self._wait_present("wait", keys, deadline)
 
     def _wait_present(self, operation: str, keys: list[bytes], deadline: Deadline) -> None:
-        """Make the server wait until all keys exist, and block until it answers."""
+        """Ask the server to answer once all keys exist, and block until it answers."""
         request = p.encode(p.WAIT, _wires(keys))
         is_there = self._exchanges.hold(
             operation, keys[0], request, take_wait, deadline, can_repeat=True

@@ -268,7 +268,8 @@ class Hub:
     def _sweep(self) -> None:
         """Disconnect peers that exceeded a time limit, and end expired presences.
 
-        An item that has been reserved since the last call is offered to the next waiter.
+        An item that was already reserved at the previous call, and still is, is offered to the next
+        waiter.
         """
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()

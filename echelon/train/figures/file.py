@@ -62,7 +62,7 @@ class FigureFile:
             os.ftruncate(self._descriptor, end)
 
     def _end_of_whole_lines(self, size: int) -> int:
-        """Return the position after the last newline."""
+        """Return the position in the file just after the last newline."""
         if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
             return size
         return self._start_of_line(size + 1)

@@ -16,7 +16,11 @@ from echelon.train.models.config import ModelConfig, RotaryScaling
 
 
 def frequencies(config: ModelConfig) -> Tensor:
-    """Return each pair's rotation per position in radians: float32 [D / 2], on the CPU."""
+    """Return the rotation of each pair of features in radians per position.
+
+    Returns:
+        float32 [D / 2], on the CPU.
+    """
     exponents = torch.arange(0, config.head_width, 2, dtype=torch.int64, device="cpu").float()
     plain = 1.0 / (config.rotary_base ** (exponents / config.head_width))
     scaling = config.rotary_scaling

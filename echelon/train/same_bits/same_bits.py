@@ -1,9 +1,9 @@
 """Train to bitwise identical weights on any number of ranks.
 
-Each micro-batch is computed separately by one rank, with its own random numbers. Gradients, losses
-and the norm are summed in the order of the canonical tree (`dist/canonical/tree.py`), which depends
-only on the numbers of the micro-batches. Sharded units stay gathered while a step's micro-batches
-are computed, so that ranks can have different numbers of micro-batches.
+Each micro-batch has its own random numbers and is computed separately by one rank. Gradients,
+losses and the norm are summed in the order of the canonical tree (`dist/canonical/tree.py`), which
+depends only on the numbers of the micro-batches. Sharded units stay gathered while a step's
+micro-batches are computed, so that ranks can have different numbers of micro-batches.
 """
 
 from __future__ import annotations

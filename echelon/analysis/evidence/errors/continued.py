@@ -46,11 +46,11 @@ class Continuation:
     _kinds: dict[frozenset[str], npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     def num_steps(self) -> int | None:
-        """Count, for each member, the steps after the error in which it completed a collective.
+        """For each member, count the steps in which it completed a collective after the error.
 
         Returns:
-            The smallest count; None if a member did not continue; 0 if all members continued but
-            the steps are unknown.
+            The smallest count; None if a member completed too few steps to show that it continued;
+            0 if all members continued but the steps are unknown.
         """
         counts = [self._num_steps(rank) for rank in self.members]
         known = [count for count in counts if count is not None]
@@ -88,7 +88,7 @@ class Continuation:
 
     @cached_property
     def _since_error(self) -> Mapping[int, Rows]:
-        """The collectives completed after the error, for each rank that had the error."""
+        """The collectives completed after the error, for each rank on which the error occurred."""
         found = {}
         for rank, index in self.failed.items():
             rows = self.evidence.ranks[rank].rows[index + 1 :]

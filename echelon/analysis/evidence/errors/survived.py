@@ -117,7 +117,7 @@ def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]
 
 
 def _is_over(facts: RankEvidence, breaks: Sequence[_Break]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the rows that belong to the survived errors: [num_rows]."""
+    """Return a mask of the rows that belong to errors that the job survived: [num_rows]."""
     rows = facts.rows
     over = np.zeros(len(rows), np.bool_)
     for one in breaks:

@@ -89,7 +89,7 @@ class Exchanges:
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks that have sent `rank` more messages than it has posted receives for."""
+        """Return the ranks that have sent messages for which `rank` has not posted a receive."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

@@ -65,7 +65,10 @@ class Lanes:
 
     @cached_property
     def comparable(self) -> npt.NDArray[np.int32]:
-        """Each cell's comparable call, or ABSENT if it has none: [num_members, num_columns]."""
+        """The comparable call of each cell (see `Tables.comparable`): [num_members, num_columns].
+
+        Cells without a row have the value ABSENT.
+        """
         lookup = np.array([*self.evidence.tables.comparable, ABSENT], np.int32)
         votes: npt.NDArray[np.int32] = lookup[self.column("call")]
         return votes

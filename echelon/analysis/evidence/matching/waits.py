@@ -61,7 +61,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class WaitGraph:
-    """All waits of one snapshot."""
+    """All waits in one snapshot."""
 
     waits: tuple[Wait, ...]
 

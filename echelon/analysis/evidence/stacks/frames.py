@@ -93,7 +93,7 @@ def threads(text: str) -> tuple[Thread, ...]:
 
 @lru_cache(maxsize=16384)  # several rules ask about each rank, and no two texts are equal
 def main_thread(text: str) -> Thread | None:
-    """Return the last main thread in the text or, failing that, the last thread."""
+    """Return the last main thread in a dump of stacks or, failing that, the last thread."""
     listed = threads(text)
     mains = [thread for thread in listed if thread.is_main]
     return mains[-1] if mains else (listed[-1] if listed else None)

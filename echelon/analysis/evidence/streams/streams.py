@@ -222,7 +222,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Return whether a collective's entry might have been overwritten before it completed."""
+        """Return whether the entry of an incomplete collective might have been overwritten."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False
@@ -250,7 +250,7 @@ class Streams:
 
     @cached_property
     def is_moving(self) -> bool:
-        """True if the dumps prove that the job was moving while they were taken."""
+        """True if the dumps prove that the job made progress while torch was writing them."""
         return any(self._moves(number) for number in range(len(self.evidence.groups)))
 
     def _moves(self, group: int) -> bool:
@@ -266,7 +266,7 @@ class Streams:
         return any(self._is_past(rank, group, slowest) for rank in there)
 
     def _is_past(self, rank: int, group: int, sequence: int) -> bool:
-        """Return whether a rank has completed a non-rooted collective after `sequence`."""
+        """Return whether a rank has completed a non-rooted collective numbered above `sequence`."""
         entered = self.entered(rank, group)
         if entered <= sequence:
             return False

@@ -129,7 +129,10 @@ def _is_torchs_own(name: str, words: str) -> bool:
 
 
 def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
-    """Return the number and type of the operation in which torch's watchdog timed out, or None."""
+    """Return the number and type of the operation whose timeout torch's watchdog logged.
+
+    Return None if the watchdog did not log a timeout.
+    """
     found = _WATCHDOG.findall(stderr)
     return (int(found[0][0]), found[0][1].lower()) if found else None
 

@@ -350,7 +350,7 @@ def _nothing(picture: Picture) -> Finding:
 
 
 def _consequences(said: dict[int, tuple[Said, ...]], culprits: tuple[int, ...]) -> tuple[str, ...]:
-    """Quote one log message per kind of consequence, from ranks that are not culprits."""
+    """Quote one log line for each kind of message about a consequence; skip the culprits' logs."""
     lines: dict[str, str] = {}
     for rank, found in said.items():
         for one in found if rank not in culprits else ():

@@ -49,9 +49,9 @@ def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
 
 
 def _stages(streams: Streams) -> Iterator[list[int]]:
-    """Yield the members of each group that has no messages between its own members.
+    """Yield the members of each group whose members do not send messages to each other.
 
-    Members that exchange no messages at all are omitted.
+    Members that do not exchange messages with any other rank are omitted.
     """
     talks: dict[int, set[int]] = {}
     for rank, facts in streams.evidence.ranks.items():

@@ -51,8 +51,8 @@ def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
 def never_started(picture: Picture, wait: Wait) -> tuple[int, ...]:
     """Return the minority of ranks whose devices have not started an operation.
 
-    The other ranks' devices are running this operation. Operations that are still queued behind
-    another operation do not count.
+    The other ranks' devices are already running this operation. Ranks on which the operation is
+    still queued behind another operation are omitted.
     """
     if wait.absent or wait.completed or wait.is_p2p or 2 * len(wait.created) >= len(wait.waiting):
         return ()

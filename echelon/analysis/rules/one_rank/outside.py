@@ -1,4 +1,4 @@
-"""Determine which ranks without a record are waiting for their peers.
+"""Determine which of the ranks that did not record their operations are waiting for their peers.
 
 torch's Gloo backend runs each collective on a thread that waits with a timeout. The threads of an
 idle backend wait without a timeout. The threads' system calls therefore show which ranks are inside

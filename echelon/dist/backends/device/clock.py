@@ -19,7 +19,7 @@ Tie = tuple[Any, int]  # an event and the monotonic time at which it happened
 
 
 class DeviceClock:
-    """A converter from the times of one device's events to the host's clock."""
+    """A clock that converts the times of one device's events to the host's time."""
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         """Create a clock for the current device."""

@@ -171,7 +171,7 @@ class NativeEngine:
             self._engine.abort()
 
     def abort(self) -> None:
-        """End the group on this rank. Called by engines that are built on top of this engine."""
+        """Abort the group on this rank. Called by engines that are built on top of this engine."""
         self._engine.abort()
 
     def close(self) -> None:

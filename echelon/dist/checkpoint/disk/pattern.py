@@ -110,7 +110,7 @@ def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _shortest(start: int, repeats: list[tuple[int, int]]) -> Pattern:
-    """Return the equivalent pattern with the fewest repeats.
+    """Return the pattern that covers the same elements as `repeats` with the fewest repeats.
 
     `repeats` lists (count, distance) pairs, innermost first.
     """

@@ -144,7 +144,7 @@ def _require_forms(forms: dict[str, str], tables: list[list[_Row]], rank: int) -
 
 
 def _require_equal(peers: Peers, doing: str, alike: dict[Holders, list[Held]]) -> None:
-    """Check that ranks that hold the same tensor have equal copies of it. Collective."""
+    """Check that ranks that hold the same tensor have identical copies of it. Collective."""
     checksums = {
         ranks: [checksum(one.data) for one in part] for ranks, part in sorted(alike.items())
     }

@@ -65,7 +65,7 @@ class Line:
             self.num_bytes += aligned(held.length * dtype.itemsize)
 
     def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        """Yield the pieces that occupy the bytes [first, last) of the line."""
+        """Yield the pieces that occupy the bytes [first, last) of this line."""
         for (held, path), dtype, begin in zip(self.items, self._dtypes, self._begins, strict=True):
             if begin >= last:
                 return
@@ -130,7 +130,7 @@ def _split(keys: bytes) -> Iterator[bytes]:
 
 
 def _key(source: Source, held: Held, path: str) -> bytes:
-    """Return a key that identifies the elements to fill, or b"" if they cannot be in a line."""
+    """Return a key that identifies the elements to fill, or b"" if no `Line` can contain them."""
     if held.repeats or not held.length or not held.data.is_contiguous() or held.data.is_conj():
         return b""
     name = source.manifest.aliases.get(path, path)

@@ -116,7 +116,10 @@ class Remote:
         return self
 
     def sizes(self) -> dict[str, int]:
-        """Return the entries' sizes, keyed by name, or {} if the folder does not exist."""
+        """Return the size of each entry in the folder, keyed by name.
+
+        The dict is empty if the folder does not exist.
+        """
 
         def look() -> list[dict[str, Any]]:
             self._fs.invalidate_cache()

@@ -80,7 +80,7 @@ class Restore:
         self.unused = self._find_unused()
 
     def hand_over(self) -> None:
-        """Pass the loaded values to the optimizers and objects, and set the plain values."""
+        """Pass the loaded values to the state's optimizers and objects; set its plain values."""
         for action in self._handovers:
             action()
         for path, value in self._plain.items():

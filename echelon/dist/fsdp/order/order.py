@@ -168,7 +168,7 @@ class Order:
         return self._residency.take()
 
     def inputs_have_gradients(self, entry: Entry, call: int) -> Actions:
-        """Handle the end of the backward pass of one of a unit's forward calls.
+        """Handle the end of the backward pass that belongs to a forward call of a unit.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradients are wrong.

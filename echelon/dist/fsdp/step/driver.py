@@ -102,7 +102,7 @@ class Driver:
         _drivers[unit] = weakref.ref(self)
 
     def measure(self, unit: Unit) -> None:
-        """Include a unit in the budget."""
+        """Include a unit's size in the calculation of the memory budget."""
         entry = unit.entry
         self.sizes[unit.number] = Size(
             entry.num_bytes, entry.gradient_bytes, entry.depth, entry.outer

@@ -39,7 +39,9 @@ def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Sum the partial results; with `sequence`, return this rank's positions: [..., T / n, C].
+    """Return the sum of all ranks' partial results: [..., T, C].
+
+    With `sequence`, return only this rank's positions of the sum: [..., T / n, C].
 
     Raises:
         ValueError: the positions cannot be split evenly across the ranks.

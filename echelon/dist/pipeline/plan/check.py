@@ -36,7 +36,7 @@ def check_plan(plan: Plan) -> None:
 class _Index:
     """The position of each action in a plan.
 
-    All parts of an overlap have the position of the overlap.
+    All parts of an overlap share the overlap's position.
     """
 
     def __init__(self, plan: Plan) -> None:

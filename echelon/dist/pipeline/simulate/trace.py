@@ -9,7 +9,9 @@ from echelon.dist.pipeline.simulate.simulator import Simulation
 
 
 def draw_trace(simulation: Simulation, us_per_unit: float = 1000.0) -> str:
-    """Return the trace as JSON text: one thread per rank, one arrow per awaited message.
+    """Return the trace as JSON text, with one thread per rank.
+
+    An arrow marks each message that a rank waited for.
 
     Args:
         simulation: the simulation to show.

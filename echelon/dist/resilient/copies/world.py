@@ -159,7 +159,7 @@ class WorldCopies:
         return Copying(step, complete, commit, exchange)
 
     def discard_newest(self) -> None:
-        """Make the next copy overwrite the newest one, so that the previous copy is retained.
+        """Make the next copy overwrite the newest one, so that the one before it is retained.
 
         All ranks must call this if the newest copy of any rank is void.
         """

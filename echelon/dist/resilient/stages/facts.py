@@ -1,4 +1,4 @@
-"""Record, by name, the settings of a rank's stages and optimizer that steps can change.
+"""Record, by name, those settings of a rank's stages and optimizer that a step can change.
 
 These are the settings of the optimizer's parameter groups, the `training` flag of each module, and
 the `requires_grad` flag of each parameter. Rebuilt stages receive the values recorded under the

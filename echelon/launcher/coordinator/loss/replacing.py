@@ -54,9 +54,10 @@ class _Place:
     """The state of one lost rank's replacement.
 
     Attributes:
-        until_s: the deadline of the current stage. At the deadline, a process that is still loading
-            the program is reported, an admitted or dismissed process is killed, and a killed
-            process that is still running is reported.
+        until_s: the deadline of the current stage. When it passes, a process that is still loading
+            the program is reported, a process that was admitted but has not joined is killed, a
+            process that was dismissed but has not exited is killed, and a killed process that is
+            still running is reported.
         is_killed: whether the node was sent a command to kill the dismissed process.
     """
 
@@ -253,7 +254,7 @@ class Replacements:
         return events
 
     def _forget_lost_nodes(self, world: World) -> None:
-        """Let lost ranks wait for another node if their node was lost before they were replaced."""
+        """Schedule lost ranks to run on another node if their own node has been lost as well."""
         nodes = {world.node_of(rank) for rank in self._at(_Stage.WANTED)}
         for node in nodes.difference(world.present):
             self._vacate(world, node)

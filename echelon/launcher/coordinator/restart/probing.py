@@ -94,7 +94,7 @@ class Probing:
 
     @property
     def is_over(self) -> bool:
-        """True if no node is left to probe, so that the next world can begin."""
+        """True if no node is left to probe, in which case the next world can begin."""
         return not self._suspects
 
     @property
@@ -126,13 +126,13 @@ class Probing:
         self._attempt, self._next_s, self._until_s = attempt, now_s, now_s + PATIENCE_S
 
     def lose(self, node: str) -> None:
-        """Stop waiting for a node that has left."""
+        """Stop waiting for a node that has disconnected."""
         self._suspects = [name for name in self._suspects if name != node]
         if self._round is not None:
             self._round.tasks.pop(node, None)
 
     def take(self, node: str, event: m.Probed) -> None:
-        """Handle a node's findings."""
+        """Handle the findings that a node has reported."""
         present = self._round
         if present is None or event.number != present.number or node not in present.tasks:
             return
@@ -201,7 +201,7 @@ class Probing:
 
     @property
     def _has_pairs(self) -> bool:
-        """True if the failure names several nodes, so that the links between them are measured."""
+        """True if the failure names several nodes. The links between them are then measured."""
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:
@@ -241,9 +241,11 @@ class Probing:
         present.tasks.clear()
 
     def _conclude(self, present: _Round, now_s: float) -> None:
-        """Report a round's findings; exclude each node that failed, or probe it again later.
+        """Report a round's findings, and decide what to do with each node that failed.
 
-        Once the restart can wait no longer, the job restarts with the nodes that failed.
+        A node that has failed in too many rounds is excluded, if possible. The other failed nodes
+        are probed again later. Once the restart can wait no longer, the job restarts with these
+        nodes anyway.
         """
         self._round = None
         rows = [(name, finding) for name, finding in present.found if name in self._suspects]

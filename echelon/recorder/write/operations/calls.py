@@ -31,7 +31,7 @@ Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], byte
 
 
 class Calls:
-    """A cache of packed fields, keyed by the calling line, and of signatures, keyed by the call.
+    """The cached packed fields of each calling line, and the cached signature of each call.
 
     A call is a tuple (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
     num_bytes, group, root, peer, tag, coalesced, thread, flags).

@@ -95,7 +95,7 @@ class Texts:
         return ref
 
     def span_name(self, name: object) -> int:
-        """Return a reference to a span's name, truncated to a maximum length."""
+        """Truncate a span's name to a maximum length, and return a reference to it."""
         return self.intern(text_of(name)[:_SPAN_CHARS])
 
     def span_detail(self, detail: object) -> int:

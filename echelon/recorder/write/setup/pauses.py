@@ -36,7 +36,7 @@ class GarbagePauses:
             self._callback = recorder.native.on_collection
 
     def start(self) -> None:
-        """Register with the garbage collector."""
+        """Register the callback with the garbage collector."""
         gc.callbacks.append(self._callback)
 
     def stop(self) -> None:

@@ -143,7 +143,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
 
     Raises:
         CheckpointError: the file is missing or damaged, or describes a model that this package does
-            not implement; the error message names the setting.
+            not implement; the error message names the unsupported setting.
     """
     config, notes = read_with_notes(Path(folder), ignore)
     for note in notes:
@@ -152,7 +152,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
 
 
 def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig, list[str]]:
-    """Return the config that `read_config` returns, and the text of its warnings."""
+    """Return the config that `read_config` returns, and the warnings that it shows."""
     reader = _Reader(folder / NAME, _load(folder / NAME))
     family = _family(reader)
     try:
@@ -164,7 +164,7 @@ def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig,
 
 
 def token_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the IDs of special tokens from a folder's config.json, for use as `extra`.
+    """Return the special token IDs in a folder's config.json, for `save_pretrained`'s `extra`.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -193,10 +193,10 @@ def family_of(config: ModelConfig) -> str:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Check that extra keys do not change what `transformers` computes.
+    """Check that extra settings for config.json do not change what `transformers` computes.
 
     Raises:
-        ValueError: a key would change the computation, or is written by this package itself.
+        ValueError: a setting would change the computation, or is written by this package itself.
     """
     refused = sorted(set(extra) - (_WITHOUT_EFFECT - _OWN))
     if refused:

@@ -33,7 +33,7 @@ class Launcher:
         return key in self._known
 
     def note(self, key: Hashable) -> None:
-        """Record that a call with this key has succeeded. The job itself might still be running."""
+        """Record that a job's call with this key has succeeded. The job might still be running."""
         self._known.add(key)
 
     def launch(self, job: Job, key: Hashable) -> None:

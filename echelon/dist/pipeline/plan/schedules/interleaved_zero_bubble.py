@@ -15,7 +15,10 @@ from echelon.dist.pipeline.plan.schedules.rounds import round_sizes, visits
 def interleaved_zero_bubble(
     num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> list[list[Action]]:
-    """Return the rows of interleaved zero bubble, with stages r, r + p, ... on rank r of p."""
+    """Return the rows of an interleaved zero-bubble schedule.
+
+    Rank r of p has the stages r, r + p, ...
+    """
     sizes = round_sizes(num_ranks, num_microbatches)
     forwards = visits(sizes, num_chunks, is_backward=False)
     backwards = visits(sizes, num_chunks, is_backward=True)

@@ -10,7 +10,10 @@ from echelon.dist.pipeline.plan.action import Action, backward, forward
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    """Return the rows of looped breadth-first, with stages r, r + p, ... on rank r of p."""
+    """Return the rows of a looped breadth-first schedule.
+
+    Rank r of p has the stages r, r + p, ...
+    """
     microbatches = range(num_microbatches)
     rows = []
     for rank in range(num_ranks):
