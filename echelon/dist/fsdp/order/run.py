@@ -184,7 +184,8 @@ class Run:
 
         It is complete once every parameter that needs a gradient has received one. If `passed` is
         set (autograd has computed the gradients of the unit's inputs), it is also complete once a
-        parameter of any unit has received a gradient in this run of autograd.
+        parameter of any unit has received a gradient in this run of autograd. A unit that borrows
+        parameters is complete only if `passed` is set.
         """
         if not passed and entry.borrowed:
             return False  # what it borrowed is not among what it awaits
