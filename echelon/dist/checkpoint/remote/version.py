@@ -295,5 +295,5 @@ class _Reader(RankFileReader):
             first, self._window = offset, (offset, content)
         piece = content[offset - first :][: len(target)]
         if len(piece) < len(target):
-            raise self._error(f"the file ends at byte {offset + len(piece)}")
+            raise self._error(f"the file is truncated: it ends at byte {offset + len(piece)}")
         target[:] = piece
