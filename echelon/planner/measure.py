@@ -75,7 +75,7 @@ def measure(world: ProcessGroup) -> dict[str, Any]:
 
 
 def _kinds(world: ProcessGroup) -> Iterator[tuple[int, int]]:
-    """Yield the (size, rank stride) of each kind of group to measure, groups inside nodes first."""
+    """Yield the (size, rank stride) of each kind of group to measure, smallest stride first."""
     per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), world.size)
     for size in range(2, per_node + 1):
         if per_node % size == 0:

@@ -32,7 +32,7 @@ _open_lock = threading.Lock()
 
 
 def current() -> Recorder | None:
-    """Return this process's recorder; None if the process does not record.
+    """Return this process's recorder, or None if this process is not recording.
 
     The first call opens the recorder.
     """

@@ -47,7 +47,7 @@ class PrefixStore(Store):
 
     @property
     def observer(self) -> Observer | None:
-        """The observer of the underlying store, which receives keys with their prefix."""
+        """The underlying store's observer, to which keys are passed with their prefix."""
         return self._store.observer
 
     @observer.setter

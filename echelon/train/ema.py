@@ -30,8 +30,8 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
     """The moving averages of a model's parameters, which are initialized to the parameters.
 
     Create the averages after `fully_shard`. They take as much memory as another copy of this rank's
-    shards (in float32 for lower-precision parameters), and as much as two copies inside
-    `applied()`.
+    shards (in float32 for lower-precision parameters). Inside `applied()`, they hold another
+    copy of the shards.
 
     Args:
         parameters: a model, a pipeline stage, a pipeline, or an iterable of parameters.

@@ -34,7 +34,7 @@ class BrokenLink:
     def is_dead(self) -> bool:
         """True if packets are being lost.
 
-        In this case, bytes are unacknowledged, and the receiver has no unread bytes.
+        The sign of this is that bytes are unacknowledged although the receiver has no unread bytes.
         """
         return bool(self.unsent_bytes) and not self.unread_bytes
 

@@ -141,7 +141,7 @@ def should_stop() -> bool:
             main thread.
         CollectiveTimeoutError: some ranks did not join the agreement within the world's timeout,
             for example because they never call `should_stop`; the error names them.
-        PeerLostError: a rank died while the ranks were agreeing.
+        PeerLostError: a rank died before the ranks reached agreement.
         StoreError: the job's store does not answer.
 
     Example:

@@ -42,7 +42,7 @@ def are_equal(rows: Flat, mine: Flat) -> bool:
 
 
 def calls(rows: Flat) -> list[bytes]:
-    """Return the operation number and call that each rank sent."""
+    """Return the operation number and call description that each rank sent, as packed bytes."""
     return [row[:HEAD_BYTES].tobytes() for row in rows]
 
 

@@ -222,7 +222,7 @@ class Liveness:
         self._try(lambda store: store.delete_key(mark))  # after a failure others may read it
 
     def _try(self, ask: Callable[[Store], object]) -> None:
-        """Call the store with a short timeout; ignore a store that does not answer."""
+        """Call the store with a short timeout; do nothing if the store does not answer."""
         with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
             ask(store)
 

@@ -87,10 +87,9 @@ _descriptors = _Descriptors()
 
 
 def _forget() -> None:
-    """Reset the descriptors in a forked child.
+    """Replace the descriptors in a forked child, because their lock might be unusable there.
 
-    If another thread held the old object's lock during the fork, the lock is never released in the
-    child.
+    If another thread held the lock during the fork, the lock is never released in the child.
     """
     global _descriptors
     _descriptors = _Descriptors()

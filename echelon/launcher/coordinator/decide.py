@@ -198,7 +198,7 @@ class EndAttempt:
 
 @dataclass(frozen=True, slots=True)
 class DismissJoiners:
-    """An action: end replacement processes that were not admitted, because no worker remains."""
+    """An action: end the joining processes that were not admitted; no other worker remains."""
 
     ranks: tuple[int, ...]
 

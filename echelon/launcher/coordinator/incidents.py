@@ -290,7 +290,7 @@ class Incidents:
         *,
         is_early: bool,
     ) -> None:
-        """Report an examined stall to its attempt, unless the incident is an early one.
+        """Report that a stall has been examined, unless the incident is an early one.
 
         An early incident never ends an attempt.
         """

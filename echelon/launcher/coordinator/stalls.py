@@ -176,5 +176,5 @@ class Stalls:
 
     @property
     def _patience_s(self) -> float:
-        """The grace period in seconds, which doubles with each stall since the last progress."""
+        """The grace period in seconds; it doubles with each stall and is reset by progress."""
         return self._least_patience_s * float(2 ** min(self._num_in_vain, _MAX_DOUBLINGS))

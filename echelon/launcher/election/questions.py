@@ -24,7 +24,7 @@ _CLOSE_S = 3.0
 
 
 class Questions:
-    """A client that sends requests to other launchers on its own thread."""
+    """A client that uses its own thread to send requests to other launchers."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._secret = secret

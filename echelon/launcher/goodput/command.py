@@ -22,7 +22,7 @@ _RUNS = Path("runs")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit code, which is 2 if the record cannot be read."""
+    """Run the command; return the exit code, which is 2 if the job's record cannot be read."""
     parser = argparse.ArgumentParser(
         prog="echelon report", description="Show how each second of a job's ranks was spent."
     )

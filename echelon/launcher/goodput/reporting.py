@@ -59,7 +59,10 @@ class LapReports:
                 laps.append(lap)
 
     def report(self) -> m.Laps | None:
-        """Return the laps since the last report; None if no rank has a ring."""
+        """Return all ranks' laps (ranges of steps) since the last report.
+
+        The result is None if no rank has a ring.
+        """
         if not self._last:
             return None
         self._due_s = time.monotonic() + self._every_s

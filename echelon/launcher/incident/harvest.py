@@ -118,7 +118,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read each process's stacks from outside; if that fails, request them with a signal."""
+    """Read each process's stacks from outside it; if this fails, request them with a signal."""
     yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return

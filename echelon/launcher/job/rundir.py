@@ -163,9 +163,9 @@ class RunDirectory:
             return number, folder
 
     def complete_incident(self, number: int, folder: Path) -> Path:
-        """Rename a collected incident's folder to its final name, using the next free number.
+        """Rename an incident's folder to its final name, using the next free number.
 
-        The link `latest` then points to the incident.
+        The incident must be complete. After the rename, the link `latest` points to it.
 
         Raises:
             OSError: the folder cannot be renamed.

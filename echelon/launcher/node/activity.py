@@ -88,7 +88,7 @@ class Activity:
             self.is_in_collective = num_waiting > self._num_polling(pid, now_mono_ns)
 
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
-        """Ignore all activity so far."""
+        """Disregard all activity before this call."""
         self._ticks = self._cpu_ticks() if ticks is None else ticks
         self._waited = self._waited_for_cpu_ns()
         self._since_ns = now_mono_ns

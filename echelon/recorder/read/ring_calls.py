@@ -33,7 +33,7 @@ class RingCalls:
         self._known: dict[int, Call | None] = {}
 
     def call(self, ref: int) -> Call | None:
-        """Return the signature at a reference, or None if it has been overwritten."""
+        """Return the signature to which `ref` refers; None if the signature was overwritten."""
         if ref in self._known:
             return self._known[ref]
         data, call = self._texts.recent(ref), None

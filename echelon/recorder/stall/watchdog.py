@@ -30,7 +30,8 @@ _ON_ITS_WAY_NS = 1_000_000_000  # a report made before the progress that arrives
 class Sight:
     """The state of one live rank.
 
-    Stamps are monotonic times in nanoseconds; 0 means that the event has not happened.
+    Stamps are monotonic times in nanoseconds. Except in `seen_mono_ns`, 0 means that there is no
+    such time.
     """
 
     rank: int

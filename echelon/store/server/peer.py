@@ -51,7 +51,7 @@ class Peer(asyncio.Protocol):
 
     Attributes:
         peer: "address:port" of the peer.
-        standing: the stage that the peer has reached.
+        standing: the stage that the connection has reached.
         since: the loop's time at which the connection was accepted or, for a member, the latest
             incomplete command began.
         is_inside_command: True while the last command received is incomplete.
@@ -165,7 +165,7 @@ class Peer(asyncio.Protocol):
         self.hub.leave(self)
 
     def eof_received(self) -> bool:
-        """Close the connection, which removes all state that belongs to the peer."""
+        """Close the connection, and remove all state that belongs to the peer."""
         self.close()
         return False
 

@@ -414,7 +414,7 @@ class StoreState:
         return sum(map(len, self._waiters_of.values()))
 
     def num_presences(self) -> int:
-        """Return the number of presence keys, which are deleted when their presence ends."""
+        """Return the number of keys that will be deleted when a client's presence ends."""
         return len(self.present_by)
 
     def _tell(self, key: bytes, value: bytes | None) -> None:

@@ -2,8 +2,8 @@
 
 The protocol is that of PyTorch's TCPStore: a raw stream of commands without framing, IDs or error
 replies. Integers are little-endian. A string is a u64 length followed by its bytes. Queries whose
-command byte is 0x80 or higher are echelon's own and carry a tag. Before sending such a query, a
-client sends PING with `OUR_NONCE`; echelon's server replies with the nonce's complement.
+command byte is 0x80 or higher are echelon's own and carry a tag. In the handshake, a client sends
+PING with `OUR_NONCE`; echelon's server replies with the nonce's complement.
 """
 
 from __future__ import annotations

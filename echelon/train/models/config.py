@@ -21,7 +21,8 @@ class RotaryScaling:
             which a frequency is divided.
         high_frequency_factor: for "llama3", the number of turns within `original_context` above
             which a frequency is left unchanged.
-        original_context: for "llama3", the context with which the model was originally trained.
+        original_context: for "llama3", the context length with which the model was originally
+            trained.
 
     Example:
         >>> scaling = RotaryScaling(kind="llama3", factor=8.0)

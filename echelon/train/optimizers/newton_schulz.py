@@ -46,6 +46,6 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 def num_products(shape: tuple[int, ...]) -> int:
-    """Return the number of multiplications per iteration, as a measure of a matrix's cost."""
+    """Return the number of scalar multiplications per iteration for a matrix of this shape."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)

@@ -83,7 +83,10 @@ def _divided(sizes: Mapping[str, int], num_parts: int) -> list[set[str]]:
 
 
 def norm_of(sums: Mapping[str, float]) -> float:
-    """Return the 2-norm of all gradients, adding the sums in the order of the parameters' names."""
+    """Return the 2-norm of all gradients, given each parameter's sum of squares.
+
+    The sums are added in the order of the parameters' names.
+    """
     if not sums:
         return 0.0
     ordered = [sums[name] for name in sorted(sums)]

@@ -305,7 +305,7 @@ def _names(type_name: str, message: str, traceback: str, seen: Survived) -> bool
 
 
 def _is_among(errors: Iterable[str], message: str) -> bool:
-    """Return whether an exception's message contains the beginning of any recorded error."""
+    """Return whether an exception's message contains the start of any recorded error's text."""
     return any(error and error[:_MAX_COMPARED] in message for error in errors)
 
 

@@ -12,7 +12,7 @@ MAX_NODES = 40
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A set of ranks that wait in the same operations and hold up the same operations."""
+    """A set of ranks that wait in the same operations and hold up the same other operations."""
 
     ranks: tuple[int, ...]
     layer: int  # 0: waits for no rank

@@ -131,7 +131,7 @@ def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
 
 
 def _is_habit(found: Divergence, side: Sequence[int]) -> bool:
-    """Return whether one side of a mismatch has made its call at this call site before."""
+    """Return whether a side of a mismatch made the same call earlier at the same call site."""
     member = side[0]
     row = found.row(member)
     lanes = found.lanes

@@ -137,7 +137,7 @@ def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
 
 
 def _later(picture: Picture, endings: list[Ending]) -> Finding:
-    """Combine later endings that have the same cause into a single finding."""
+    """Combine endings that followed the first one and share a cause into a single finding."""
     first = _describe(picture, endings[0])
     if len(endings) == 1:
         return first

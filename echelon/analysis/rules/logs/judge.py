@@ -153,7 +153,7 @@ def _by_traceback(rank: int, text: str) -> Trouble | None:
 
 
 def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
-    """Return whether a rank exited with an error but logged no symptom of another fault."""
+    """Return whether a rank exited with an error and logged no sign of a cause outside the rank."""
     code = facts.host.exit_code
     if not code or code in (-15, 143, -2, 130):
         return False

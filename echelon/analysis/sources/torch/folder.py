@@ -177,7 +177,7 @@ class TorchLoader:
 
 
 def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
-    """Return the indices of the (name, description) pairs that have incomplete operations."""
+    """Return the (name, description) indices of the groups that have incomplete operations."""
     inside: list[int] = np.unique(rows["group"][rows["state"] != State.COMPLETED]).tolist()
     return inside
 

@@ -28,7 +28,10 @@ class DeviceClock:
         self._tie = self._make_tie()
 
     def tie(self) -> Tie:
-        """Return a recent event whose host time is known. Call this before each timed event."""
+        """Return a recent event whose host time is known.
+
+        Call this method before recording an event whose host time will be requested.
+        """
         if time.monotonic_ns() - self._tie[1] > _TIE_AGAIN_NS:
             self._tie = self._make_tie()
         return self._tie

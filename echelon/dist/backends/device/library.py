@@ -42,10 +42,10 @@ class Communicator(Protocol):
     def revoke(self) -> bool:
         """Abort running and blocked operations without freeing anything.
 
-        This method can be called during another call.
+        This method can be called while another call is in progress.
 
         Returns:
-            False if the library does not support revoking.
+            False if the library cannot abort operations in this way.
         """
 
     def abort(self) -> None:

@@ -95,7 +95,9 @@ class Handover:
 def receive(
     name: str, rank: int, deadline_s: float, check: Check, pidfd: int = -1
 ) -> tuple[int, dict[int, int]]:
-    """Receive the segment's descriptor from group rank 0, and all pidfds if they are exchanged.
+    """Receive the segment's descriptor and, if `pidfd` is given, the ranks' pidfds.
+
+    Both come from group rank 0.
 
     Raises:
         OSError: rank 0 has exited, runs as another user, or did not answer by `deadline_s`.

@@ -122,7 +122,7 @@ class PythonEngine(HostEngine):
         self._num_ended += 1
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Record in shared memory that this rank has left, for the waiting ranks to detect."""
+        """Record in shared memory that this rank has left, so that waiting ranks detect this."""
         if self._is_cut or self._is_closed:
             return
         self._is_cut = True

@@ -75,7 +75,7 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements in the tensor."""
         return math.prod(self.shape)
 
 

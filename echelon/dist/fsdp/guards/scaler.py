@@ -134,7 +134,7 @@ class GradScaler:
         return optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
-        """Lower the scale after an overflow, or raise it after enough finite steps.
+        """Lower the scale after an overflow, or raise it after enough steps without an overflow.
 
         Raises:
             ValueError: no optimizer's gradients have been unscaled since the last call.

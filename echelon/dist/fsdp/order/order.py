@@ -148,7 +148,7 @@ class Order:
         return self._residency.take()
 
     def outputs_have_gradients(self, entry: Entry, call: int | None) -> Actions:
-        """Handle the beginning of autograd's pass through a unit.
+        """Handle the start of a unit's backward pass.
 
         Args:
             call: the number of the forward call, or None if the call is not tracked.

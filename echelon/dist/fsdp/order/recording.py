@@ -100,7 +100,10 @@ def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
 
 
 def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return, in order, the units whose forward passes began before the last backward pass."""
+    """Return the units whose forward passes began before the last backward pass.
+
+    The units are in the order in which these forward passes began.
+    """
     return _merged((one.begun_before for one in recordings), by="place")
 
 

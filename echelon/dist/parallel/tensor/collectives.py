@@ -53,7 +53,7 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Concatenate all ranks' slices along `dim`; every rank receives the same values."""
+    """Concatenate all ranks' slices along `dim`; the result is the same on all ranks."""
     return cast(Tensor, _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 

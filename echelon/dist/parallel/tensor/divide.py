@@ -30,9 +30,10 @@ class Undivided:
 
 
 def divide_model(model: nn.Module, plan: Plan, setting: Setting) -> Undivided:
-    """Split a model's layers across a group's ranks, starting from the first rank's values.
+    """Split a model's layers across a group's ranks.
 
-    Collective; blocks for at most the group's timeout.
+    All ranks use the first rank's parameter values. Collective; blocks for at most the group's
+    timeout.
 
     Raises:
         ValueError: the plan or the model does not allow the split. Most of these errors are raised

@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of the whole model."""
+        """The number of stages into which the whole model is divided."""
         return len(self.rank_of_stage)
 
     @cached_property

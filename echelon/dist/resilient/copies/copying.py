@@ -134,7 +134,7 @@ class Copying:
         An error of this thread is ignored.
 
         Raises:
-            CollectiveError: the thread still reads the state after `timeout_s` seconds.
+            CollectiveError: the thread is still reading the state after `timeout_s` seconds.
         """
         if not self._has_copied.wait(timeout_s):
             raise self._late(timeout_s)

@@ -1,11 +1,11 @@
 """Train a model whose parts are on different ranks, and restore lost parts from copies.
 
 [Note: copied models] The live state of a lost rank is gone, so the survivors continue from the
-newest step for which copies of all parts exist. Each rank copies the state at the start of a step
-before the step ends, partly on a background thread while the step computes. The collective that
-ends the step returns the newest step whose copies are complete on all ranks: this step or, if a
-copy is void, the previous one. A step is therefore committed at least one step later than for a
-replicated model, and `CopiedState` stores the states of two steps.
+newest step for which copies of all parts exist. Before a step ends, each rank copies the state that
+it had at the start of that step, partly on a background thread while the step computes. The
+collective that ends the step returns the newest step whose copies are complete on all ranks: this
+step or, if a copy is void, the previous one. A step is therefore committed at least one step later
+than for a replicated model, and `CopiedState` stores the states of two steps.
 
 [Note: joining a copied model] When ranks end a step to let other ranks join, they complete the
 copies of the step's result before the rendezvous. The state at the end of the step is therefore the

@@ -58,7 +58,7 @@ class StoreProcess:
     """A store server on a free port.
 
     Args:
-        bind: the address that the server binds.
+        bind: the address that the server binds to.
         host: the address that ranks connect to.
 
     Raises:

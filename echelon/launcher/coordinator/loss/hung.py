@@ -134,7 +134,7 @@ class HungRanks:
         return self._until_s
 
     def undead(self, now_s: float) -> tuple[str, World] | None:
-        """If ranks have survived SIGKILL, return an error text and their attempt; otherwise None.
+        """If ranks have survived SIGKILL, return an error text and their world; otherwise None.
 
         Each case is reported only once.
         """

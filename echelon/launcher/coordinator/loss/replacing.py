@@ -154,7 +154,10 @@ class Replacements:
                 self._give_up(world, [rank], f"its replacement {decide.describe_code(code)}")
 
     def _vacate(self, world: World, node: str) -> None:
-        """Mark a lost node's ranks as waiting for another node; give up if no free node fits."""
+        """Mark a lost node's ranks as waiting for another node.
+
+        If no free node is large enough, report that these ranks will not be replaced.
+        """
         ranks = world.nodes[node]
         for rank in ranks:
             self._places.pop(rank, None)
@@ -290,7 +293,7 @@ class Replacements:
         return [decide.JoinerStarted(rank) for rank in ranks]
 
     def grow(self, world: World, node: Node, now_s: float) -> list[decide.Event]:
-        """Start the ranks of a late node, which join in addition to the existing ranks."""
+        """Start the ranks of a late node. They join the existing ranks without replacing any."""
         self._follow(world)
         ranks = world.grow(node, max(1, self._admissions.number))
         self._new.update(ranks)

@@ -66,7 +66,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The child's pid; 0 if the child was not started or is closed."""
+        """The child's pid; 0 if there is no child process."""
         return 0 if self._process is None else self._process.pid
 
     def fileno(self) -> int:

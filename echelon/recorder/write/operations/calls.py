@@ -116,7 +116,7 @@ class Calls:
 
 
 def _callers(frame: FrameType) -> tuple[_Code, int, _Code, int, _Code, int]:
-    """Return the code and the instruction offset of the three nearest callers of a frame."""
+    """Return the code and the instruction offset of each of a frame's three nearest callers."""
     found: list[Any] = []
     caller = frame.f_back
     for _ in range(3):

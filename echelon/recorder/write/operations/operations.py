@@ -3,9 +3,9 @@
 [Note: why no lock] CPython 3.11 and later, with the global lock, switches threads only after calls
 and at backward jumps. A sequence of statements without calls or backward jumps is therefore
 atomic. Each change to a slot is made by such a sequence, so threads never overwrite each other's
-data. A lock is taken only in rare cases, for example if a slot's operation has not ended. If the
-interpreter does not guarantee atomicity, `LockedOperations` is used, which holds a lock in every
-method.
+data. A lock is taken only in rare cases, for example to reuse the slot of an operation that has not
+ended. If the interpreter does not guarantee atomicity, `LockedOperations` is used, which holds a
+lock in every method.
 
 Readers, which are other processes, verify what they read (schema.py, [Note: what makes a slot
 readable]).

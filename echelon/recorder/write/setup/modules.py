@@ -45,9 +45,9 @@ def list_modules(path: Path, recorder: Recorder) -> None:
 
 
 def installed_modules() -> list[str]:
-    """Return the names of all loaded modules of Python, installed packages and echelon.
+    """Return the names of all loaded modules that do not belong to the user's own program.
 
-    The names are in import order.
+    These are modules of Python itself, of installed packages and of echelon, in import order.
     """
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages()]

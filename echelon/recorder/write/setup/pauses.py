@@ -40,7 +40,7 @@ class GarbagePauses:
         gc.callbacks.append(self._callback)
 
     def stop(self) -> None:
-        """Unregister from the garbage collector. Repeated calls are safe."""
+        """Unregister the callback from the garbage collector. Repeated calls are safe."""
         if self._callback in gc.callbacks:
             gc.callbacks.remove(self._callback)
 

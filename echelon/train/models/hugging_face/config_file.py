@@ -214,7 +214,7 @@ def write_config(config: ModelConfig, dtype: str, extra: Mapping[str, Any]) -> b
         extra: further keys that do not affect what the model computes, such as `eos_token_id`.
 
     Raises:
-        ValueError: `transformers` has no such model, or an extra key is not allowed.
+        ValueError: no `transformers` model type matches the config, or an extra key is not allowed.
     """
     family = family_of(config)
     check_extra(extra)

@@ -1,6 +1,6 @@
 """Carry out operations on device arrays with a host engine, through pinned host memory.
 
-This method is used for ranks that share a GPU, and for groups created with a host backend. An
+This approach is used for ranks that share a GPU, and for groups created with a host backend. An
 operation's input is copied to the host, the host engine carries out the operation, and the result
 is copied back. One thread per group (the pump) moves operations from one stage to the next. `wait`
 blocks until the copy of the result has been queued on the device.

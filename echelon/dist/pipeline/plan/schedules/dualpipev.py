@@ -1,4 +1,4 @@
-"""DualPipeV: two chunks per rank in a V, with forward and backward passes overlapped.
+"""DualPipeV: two chunks per rank, placed in a V, with overlapped forward and backward passes.
 
 Rank r of p holds stages r and 2p - 1 - r. In the steady state, each action combines a forward pass
 and a backward pass, and the communication of one is hidden behind the computation of the other.
