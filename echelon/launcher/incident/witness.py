@@ -60,7 +60,7 @@ class Witness:
 
     @property
     def is_seen_from_outside(self) -> bool:
-        """True if the worker is alive but its ring does not contain its operations."""
+        """True if the worker is alive but its operations are missing from its ring."""
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:

@@ -125,7 +125,7 @@ class Driver:
         return memory
 
     def next_unit(self) -> int:
-        """Return the number that the next unit must have."""
+        """Return the number to assign to the next unit."""
         return self._num_units
 
     def next_flat(self) -> int:

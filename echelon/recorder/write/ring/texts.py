@@ -79,7 +79,7 @@ class Texts:
         return self.recent(text) if ref == self._table_full else ref
 
     def recent(self, text: str) -> int:
-        """Return a reference to a text in `recent`, storing the text if it is not cached."""
+        """Return a reference to a string in `recent`, storing the string if it is not cached."""
         if not text:
             return 0
         known = self.recents.get(text)
