@@ -47,7 +47,8 @@ def last_step() -> int | None:
         The step number, or None if no attempt has recorded the start of a step.
 
     Example:
-        >>> last_step() is None  # no recorder runs in this process True
+        >>> last_step() is None  # no recorder runs in this process
+        True
     """
     recorder = current()
     own = -1 if recorder is None else recorder.step_number

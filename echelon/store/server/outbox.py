@@ -65,7 +65,7 @@ class Outbox:
         self.num_bytes += length + 8
 
     def put_frame(self, status: int, tag: int, payload: bytes) -> None:
-        """Add a frame that answers one of echelon's queries."""
+        """Add a frame that answers a query in echelon's own protocol."""
         length = len(payload)
         if length < _JOIN_BYTES:
             self._pieces.append(p.frame(status, tag, payload))

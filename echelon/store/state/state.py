@@ -243,7 +243,7 @@ class StoreState:
             self._promise(waiter.owner, key)
 
     def wait_item(self, owner: Hashable, key: bytes) -> Waiter | bytes:
-        """Take the oldest free item of a queue, or start waiting for one."""
+        """Take the oldest free item from a queue, or start waiting for one."""
         count, item = self.pop(key, owner)
         if count:
             return item

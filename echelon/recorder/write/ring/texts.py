@@ -74,7 +74,7 @@ class Texts:
                 self._is_writing = False
 
     def intern_group(self, text: str) -> int:
-        """Return a reference to a group's text; store the text in `recent` if the table is full."""
+        """Return a reference to a group's string, stored in `recent` if the table is full."""
         ref = self.intern(text, STRINGS_BYTES)
         return self.recent(text) if ref == self._table_full else ref
 
