@@ -17,7 +17,7 @@ class Outbox:
     """The unsent replies of one connection.
 
     Args:
-        most_bytes: the size of the transport's buffer, in bytes, above which writing is paused.
+        most_bytes: the number of bytes in the transport's buffer above which writing is paused.
 
     Attributes:
         transport: the transport that sends the replies; None before the connection is made.

@@ -274,7 +274,7 @@ class StoreState:
                     self._look_again(waiter)
 
     def _look_again(self, waiter: Waiter) -> None:
-        """Satisfy the waiter if all its keys exist; otherwise update its list of missing keys."""
+        """End the wait if all its keys exist; otherwise update the list of keys still missing."""
         for key in waiter.missing:
             self._unlist(waiter, key)
         waiter.missing = self._missing(waiter)

@@ -110,7 +110,7 @@ class Driver:
         self.order.budget.measure(self.sizes.values())
 
     def keep_sizes(self, numbers: Iterable[int]) -> None:
-        """Exclude the sizes of all but the given units from the memory budget."""
+        """Count only the sizes of the given units towards the memory budget."""
         self.sizes = {number: self.sizes[number] for number in sorted(numbers)}
         if not self.sizes:
             self.order.budget.num_bytes = None
