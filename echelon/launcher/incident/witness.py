@@ -68,7 +68,7 @@ class Witness:
         return self._stacks is None or self._stacks.have_arrived()
 
     def has_torch_answered(self) -> bool:
-        """Return whether there is no need to wait for torch's dump any longer."""
+        """Return whether waiting for torch's dump is no longer necessary."""
         torch = self.worker.torch
         return not self._waits_for_torch or torch is None or torch.has_come()
 

@@ -194,7 +194,7 @@ class Driver:
             self._do(self.order.forward_begins(unit.entry, records=records, trains=trains))
 
     def after_forward(self, unit: Unit, *, has_graph: bool) -> None:
-        """Release a unit's parameters after its forward pass, or keep them for backward."""
+        """Release a unit's parameters after its forward pass, or keep them for backpropagation."""
         with self._failing():
             _ = self.in_backward
             self._do(self.order.forward_ends(unit.entry, has_graph=has_graph))
