@@ -294,7 +294,7 @@ class _Agent:
             self._pump(max(0.0, until - time.monotonic()))
 
     def _explain_dialling(self) -> None:
-        """Print why the coordinator is unreachable, after the first 10 s and then every 40 s."""
+        """Print why the coordinator is unreachable: first after 10 s, then every 40 s."""
         now_s = time.monotonic()
         if self._link.is_connected or now_s < self._next_reason_s:
             return

@@ -48,7 +48,7 @@ class StepTime:
 
 
 def step_time(model: Model, layout: Layout, job: Job, machine: Machine) -> StepTime:
-    """Estimate the duration of a step from the likely value of each of the machine's figures."""
+    """Estimate the duration of a step, using the likely value of each property of the machine."""
     tokens = job.batch // layout.data // layout.microbatches * job.context
     shares = forward_costs(model, layout, job.context)
     backward = 3.0 if layout.recompute else 2.0

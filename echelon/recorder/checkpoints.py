@@ -47,7 +47,7 @@ def last_step() -> int | None:
         The step number, or None if no attempt has recorded the start of a step.
 
     Example:
-        >>> last_step() is None  # nothing records in this process
+        >>> last_step() is None  # no recorder runs in this process
         True
     """
     recorder = current()

@@ -63,7 +63,7 @@ class Epoch:
     lives: tuple[tuple[int, int], ...] = ()
 
     def life_of(self, rank: int) -> int:
-        """Return how many earlier processes ran as a rank; 0 if the rank was never replaced."""
+        """Return how many earlier processes held a rank; 0 if the rank was never replaced."""
         return dict(self.lives).get(rank, 0)
 
     def pack(self) -> str:

@@ -31,7 +31,7 @@ _MAX_INCIDENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The input to be analyzed: each rank's file, the incident, and a description of the input.
+    """The input to be analyzed: the ranks' files, the incident, and a phrase that names the input.
 
     `torch` lists the dumps of torch's own recorder in the same folder.
     """

@@ -49,7 +49,7 @@ class _Stop:
             self._before[number] = signal.signal(number, self._note)
 
     def restore(self) -> None:
-        """Restore the previous handlers of all signals."""
+        """Restore the previous handlers for all signals."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)

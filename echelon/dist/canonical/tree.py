@@ -69,7 +69,7 @@ class Run:
 
     @property
     def numbers(self) -> range:
-        """The numbers of the range, in ascending order."""
+        """The numbers in the range, in ascending order."""
         return range(self.start, self.stop)
 
     def covers(self, node: Node) -> bool:

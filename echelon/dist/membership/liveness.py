@@ -102,7 +102,7 @@ class Liveness:
             self._board = self._world_board
 
     def serve(self, state: GroupState) -> None:
-        """Start answering other ranks' liveness checks and applying their verdicts to `state`."""
+        """Start answering liveness checks, and applying the verdicts of other ranks to `state`."""
         self._state = state
         if self._board is not None:
             self._board.attach(self._path, self._take)

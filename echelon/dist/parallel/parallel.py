@@ -125,7 +125,7 @@ class Parallel:
             targets: as in `step`.
 
         Returns:
-            This rank's term of the mean loss, as in `step`.
+            This rank's contribution to the mean loss, as in `step`.
 
         Raises:
             ValueError, CollectiveError: as in `step`.

@@ -51,7 +51,7 @@ class Epochs:
         self.number = after
 
     def next(self, timeout_s: float) -> Epoch:
-        """Wait until an epoch newer than the last returned one exists; return the newest epoch.
+        """Wait for an epoch newer than the last one returned; return the newest epoch.
 
         Raises:
             StoreTimeoutError: no new epoch was published within `timeout_s` seconds.

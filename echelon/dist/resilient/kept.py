@@ -276,7 +276,10 @@ class KeptState:
 
 
 def _beside(parameter: torch.Tensor, value: Any) -> Any:
-    """Return an optimizer state value, moved to its parameter's device unless it is a scalar."""
+    """Return a value of an optimizer's state, moved to the parameter's device.
+
+    A scalar is returned without being moved.
+    """
     on_device = isinstance(value, torch.Tensor) and value.dim() > 0
     return value.to(parameter.device) if on_device else value
 

@@ -229,7 +229,7 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a rank has itself started ranks, through a launcher of a different kind."""
+    """Return whether a rank has itself started ranks, with a kind of launcher unlike its own."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 

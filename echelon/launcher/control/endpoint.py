@@ -28,7 +28,7 @@ _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """A job's endpoint, the address that its host binds, and the job's secret."""
+    """A job's endpoint and secret, and the address to which the job's host binds."""
 
     host: str  # as others dial it
     port: int

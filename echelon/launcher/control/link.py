@@ -85,7 +85,7 @@ class Link(Protocol):
 
 
 class LocalLink:
-    """The link of the coordinator's own node."""
+    """The link between the coordinator and the agent of its own node."""
 
     def __init__(self, deliver: Callable[[Event], None]) -> None:
         self._deliver = deliver

@@ -224,7 +224,7 @@ class Incidents:
         return None if last.recovered else last
 
     def _add(self, incident: Incident, former: Incident | None) -> None:
-        """Add an incident to the report, or substitute it for `former`, which it continues."""
+        """Add an incident to the report, or replace `former` if the incident continues it."""
         if former is None:
             self._report.incidents.append(incident)
             return

@@ -24,7 +24,7 @@ _REASON_CHARS = 60
 
 
 def as_text(job: Job, account: Shares) -> str:
-    """Return tables of categories and failures, and a line for each loss that the job survived."""
+    """Return tables of times and failures, and a line for each loss that the job survived."""
     parts = [*_categories(account), *_losses(account), *_continued(job)]
     return "\n".join([_title(job, account), "", *parts]) + "\n"
 

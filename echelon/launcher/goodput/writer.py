@@ -32,7 +32,7 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
-        """Queue a new version of the time record for writing. Never blocks on the disk."""
+        """Queue `job` to be written to disk. Never blocks on the disk."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name="echelon-account", daemon=True)

@@ -60,7 +60,7 @@ class Witness:
 
     @property
     def is_seen_from_outside(self) -> bool:
-        """True if the worker is alive but its ring does not contain its operations."""
+        """True if the worker is alive but its operations are missing from its ring."""
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
@@ -68,7 +68,7 @@ class Witness:
         return self._stacks is None or self._stacks.have_arrived()
 
     def has_torch_answered(self) -> bool:
-        """Return whether the wait for torch's dump can end."""
+        """Return whether waiting for torch's dump is no longer necessary."""
         torch = self.worker.torch
         return not self._waits_for_torch or torch is None or torch.has_come()
 

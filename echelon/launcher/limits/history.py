@@ -55,7 +55,7 @@ class History:
         self.sketch = Sketch()
 
     def add(self, durations_ns: npt.NDArray[np.int64], now_ns: int) -> None:
-        """Add the durations of completed operations, of shape [num_durations], oldest first."""
+        """Add an array of durations of completed operations, [num_durations], oldest first."""
         self._slowest_ns = max(self._slowest_ns, int(durations_ns.max(initial=0)))
         self._num_long -= int((durations_ns > self._fixed_s * 1e9).sum())
         warm = durations_ns[self._num_left :]

@@ -135,7 +135,7 @@ class Activity:
 
 
 def _gloo_wakes(pid: int) -> dict[int, int]:
-    """Return how often each Gloo thread has waited, keyed by thread ID."""
+    """Return how many times each Gloo thread has waited, keyed by thread ID."""
     found: dict[int, int] = {}
     for thread in numbers(f"/proc/{pid}/task"):
         folder = f"/proc/{pid}/task/{thread}"

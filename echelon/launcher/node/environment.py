@@ -1,4 +1,4 @@
-"""Build the environment of a worker: torchrun's variables, and the location of its black box.
+"""Build a worker's environment: torchrun's variables, and the location of the worker's black box.
 
 A worker inherits the launcher's own environment, with these variables set:
 

@@ -119,7 +119,7 @@ class Hook:
 
 
 def environment(base: Mapping[str, str], start: m.Start) -> dict[str, str]:
-    """Return the launcher's environment without the secret, plus the reason for the restart."""
+    """Return the launcher's environment without the secret, plus facts about the restart."""
     env = {name: value for name, value in base.items() if name != "ECHELON_SECRET"}
     last = _last_decision(start.history)
     env.update(

@@ -546,7 +546,7 @@ class NodeAgent:
             self.stop(stop)
 
     def _finish_examining(self) -> None:
-        """Complete the snapshot now, skipping any remaining waits."""
+        """Complete the snapshot immediately, skipping any remaining waits."""
         while self._examination is not None:
             self._examination.hurry()
             self._examine_on()

@@ -87,7 +87,7 @@ class RingTexts:
         return data if crc32(data, ref) == crc else None
 
     def is_overwritten(self, ref: int) -> bool:
-        """Return whether newer entries of `recent` have overwritten the entry at `ref`."""
+        """Return whether newer entries in `recent` have overwritten the entry at `ref`."""
         return ref != 0 and (self._recent_units - ref) % IS_RECENT > _RECENT_UNITS
 
     def group(self, ref: int) -> int:

@@ -41,7 +41,7 @@ class _Opened(NamedTuple):
 
 
 def opened(name: str, detail: str = "") -> _Opened | None:
-    """Open a span; return a handle for `closed`, or None if the span is not recorded."""
+    """Open a span; return a handle to pass to `closed`, or None if the span is not recorded."""
     recorder = black_box.if_opened()
     if recorder is None or name in marks.by_hand:
         return None

@@ -1,4 +1,4 @@
-"""Record operations, spans, steps, a heartbeat and last words into a ring.
+"""Record operations, spans, steps, a heartbeat and last words in a ring.
 
 The recorder never raises an exception into the training code and never accesses a device.
 `current.py` decides which process has a recorder.

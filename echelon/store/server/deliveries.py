@@ -30,7 +30,7 @@ class Deliveries:
         return bool(self._parked)
 
     def deliver(self, waiter: Waiter, gathered: bytes) -> None:
-        """Answer a waiter that has been satisfied or has failed.
+        """Answer a waiter whose wait has succeeded or failed.
 
         Args:
             gathered: for a gather, the encoded values, which are the same for all ranks.

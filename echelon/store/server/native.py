@@ -55,7 +55,7 @@ def available() -> bool:
 
 
 def make_executor(state: StoreState, limits: Limits) -> Executor | None:
-    """Return an executor of plain commands on `state`, or None without the C core.
+    """Return an executor of plain commands on `state`, or None if the C core was not built.
 
     The executor stops before the first command that is not plain, is incomplete or exceeds a limit.
     It also stops when it has collected 256 KiB of replies.

@@ -17,7 +17,7 @@ class Outbox:
     """The unsent replies of one connection.
 
     Args:
-        most_bytes: the size of the transport's buffer, in bytes, above which writing is paused.
+        most_bytes: the number of bytes in the transport's buffer above which writing is paused.
 
     Attributes:
         transport: the transport that sends the replies; None before the connection is made.
@@ -65,7 +65,7 @@ class Outbox:
         self.num_bytes += length + 8
 
     def put_frame(self, status: int, tag: int, payload: bytes) -> None:
-        """Add a frame that answers one of echelon's queries."""
+        """Add a frame that answers a query in echelon's own protocol."""
         length = len(payload)
         if length < _JOIN_BYTES:
             self._pieces.append(p.frame(status, tag, payload))

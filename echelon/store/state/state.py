@@ -243,7 +243,7 @@ class StoreState:
             self._promise(waiter.owner, key)
 
     def wait_item(self, owner: Hashable, key: bytes) -> Waiter | bytes:
-        """Take the oldest free item of a queue, or start waiting for one."""
+        """Take the oldest free item from a queue, or start waiting for one."""
         count, item = self.pop(key, owner)
         if count:
             return item
@@ -274,7 +274,7 @@ class StoreState:
                     self._look_again(waiter)
 
     def _look_again(self, waiter: Waiter) -> None:
-        """Satisfy the waiter if all its keys exist; otherwise update its list of missing keys."""
+        """End the wait if all its keys exist; otherwise update the list of keys still missing."""
         for key in waiter.missing:
             self._unlist(waiter, key)
         waiter.missing = self._missing(waiter)

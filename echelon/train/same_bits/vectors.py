@@ -194,7 +194,7 @@ def _gaps(layout: Layout) -> list[slice]:
 def _memory_of(sums: TreeSums) -> torch.Tensor:
     """Return a vector from `sums` whose memory can be reused, or a new vector if `sums` is empty.
 
-    All vectors of `sums` must already have been sent.
+    All vectors in `sums` must already have been sent.
     """
     for _, vector in sums.nodes():
         return vector

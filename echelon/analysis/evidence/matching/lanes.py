@@ -103,7 +103,7 @@ class Lanes:
     def proven(self) -> npt.NDArray[np.bool_]:
         """True for each collective that all members must have entered: [num_columns].
 
-        The completed call of any member proves this, unless the operation has a root rank.
+        A completed call by any member proves this, unless the operation has a root rank.
         """
         calls = self.evidence.tables.calls
         is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)

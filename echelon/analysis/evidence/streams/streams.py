@@ -152,7 +152,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return, for both ranks, the row from which to count messages; None if it is unknown."""
+        """Return the two ranks' rows from which to count messages; None if unknown."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):

@@ -59,7 +59,7 @@ class Divergence:
         return min(int(self.row(member)["created_ns"]) for side in self.sides for member in side)
 
     def row(self, member: int) -> Any:
-        """Return a member's row for the differing call. The member must belong to a side."""
+        """Return a member's row for the differing call. `member` must be in one of `sides`."""
         row = self.lanes.row(member, self.column)
         assert row is not None, (member, self.column)
         return row

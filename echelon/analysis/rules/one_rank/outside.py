@@ -119,7 +119,7 @@ def _sleepers(picture: Picture) -> tuple[int, ...]:
 
 
 def waits_unrecorded(picture: Picture, rank: int) -> bool:
-    """Return whether a rank without a record appears to be inside a collective."""
+    """Return whether a rank with no ring and no operations appears to be in a collective."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None or facts.has_ring or len(facts.rows):
         return False

@@ -73,8 +73,8 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
 def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
     """Return the only rank whose removal breaks the cycle, or None if there is not exactly one.
 
-    In at least one of the waits, this rank must be the only one, among the ranks with a record,
-    that has not entered the operation.
+    In at least one of the waits, this rank must be the only one, among the ranks for which there is
+    evidence, that has not entered the operation.
     """
     seen = [[rank for rank in wait.absent if rank in recorded] for wait in waits]
     alone = {absent[0] for absent in seen if len(absent) == 1} & ring

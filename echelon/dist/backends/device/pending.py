@@ -191,7 +191,7 @@ class DonePending:
         self.ended_mono_ns = time.monotonic_ns()
 
     def wait(self, timeout_s: float | None) -> bool:  # noqa: ARG002
-        """Return immediately."""
+        """Return True immediately."""
         return True
 
 

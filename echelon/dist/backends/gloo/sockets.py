@@ -185,7 +185,7 @@ class Sockets:
         return num_bytes
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether unread bytes from a peer have arrived. Safe on any thread."""
+        """Return whether unread bytes from a peer have arrived. Safe to call on any thread."""
         incoming = self._in.get(peer)
         try:
             return incoming is not None and bool(incoming.recv(1, socket.MSG_PEEK))

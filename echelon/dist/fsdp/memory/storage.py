@@ -198,7 +198,7 @@ class Pool:
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Drop all unused buffers. A later `give_back` of a buffer in use has no effect."""
+        """Drop all unused buffers. A later `give_back` of a buffer now in use has no effect."""
         self._free.clear()
         self._lent.clear()
 

@@ -86,7 +86,7 @@ class Pending:
         return found
 
     def complete(self, recordings: list[Recording]) -> None:
-        """Record that the backward pass through the units in these recordings is complete."""
+        """Record that the backward pass through the units in `recordings` is complete."""
         partners = {one.number for one in recordings}
         for recording in recordings:
             if recording.complete(partners):

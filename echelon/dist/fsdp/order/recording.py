@@ -8,7 +8,7 @@ recordings, so deleting a model frees all of them.
 the ranks' decisions must not depend on which units exist. `Order` stores the *numbers* of the
 recordings whose backward pass is incomplete. If there are several recordings, the ranks agree at
 the end of an autograd run on which recordings took part in the run. A recording took part if the
-run has reached it on at least one rank and no rank has deleted it.
+run reached it on at least one rank and no rank has deleted it.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class Flat:
     def move(
         self, group: ProcessGroup, replicas: ProcessGroup | None, number: int, memory: Memory
     ) -> None:
-        """Shard the vector across the ranks of another group. All values become undefined.
+        """Shard the vector across the ranks of another group. The vector's values become undefined.
 
         Args:
             group: the ranks to shard the vector across.

@@ -110,7 +110,7 @@ class Driver:
         self.order.budget.measure(self.sizes.values())
 
     def keep_sizes(self, numbers: Iterable[int]) -> None:
-        """Exclude the sizes of all but the given units from the memory budget."""
+        """Count only the sizes of the given units towards the memory budget."""
         self.sizes = {number: self.sizes[number] for number in sorted(numbers)}
         if not self.sizes:
             self.order.budget.num_bytes = None
@@ -125,7 +125,7 @@ class Driver:
         return memory
 
     def next_unit(self) -> int:
-        """Return the number that the next unit must have."""
+        """Return the number to assign to the next unit."""
         return self._num_units
 
     def next_flat(self) -> int:
@@ -194,7 +194,7 @@ class Driver:
             self._do(self.order.forward_begins(unit.entry, records=records, trains=trains))
 
     def after_forward(self, unit: Unit, *, has_graph: bool) -> None:
-        """Release a unit's parameters after its forward pass, or keep them for backward."""
+        """Release a unit's parameters after its forward pass, or keep them for backpropagation."""
         with self._failing():
             _ = self.in_backward
             self._do(self.order.forward_ends(unit.entry, has_graph=has_graph))

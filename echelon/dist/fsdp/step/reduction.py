@@ -62,7 +62,7 @@ class Reduction:
         self._copy(member, gradient)
 
     def start(self) -> None:
-        """Collect the remaining gradients, set missing gradients to zero, and start reducing."""
+        """Collect the remaining gradients, set missing ones to zero, and start the reduction."""
         for member in self.flat.members:
             if member.aside is not None:
                 member.set_aside()

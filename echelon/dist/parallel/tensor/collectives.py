@@ -41,7 +41,7 @@ def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
     """Return the sum of all ranks' partial results: [..., T, C].
 
-    With `sequence`, return only this rank's positions of the sum: [..., T / n, C].
+    With `sequence`, return the sum at this rank's positions only: [..., T / n, C].
 
     Raises:
         ValueError: the positions cannot be split evenly across the ranks.

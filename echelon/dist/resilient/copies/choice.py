@@ -90,7 +90,8 @@ class Choice:
     Attributes:
         version: the newest state for which survivors hold copies of all shards.
         holders: one rank from each set of ranks that hold the same shards, mapped to a survivor
-            that can read this rank's copy. Without replicas, each set consists of a single rank.
+            that can read the copy of that rank's shards. Without replicas, each set consists of a
+            single rank.
     """
 
     version: Version

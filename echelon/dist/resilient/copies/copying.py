@@ -168,7 +168,7 @@ class Copying:
             raise self._error
 
     def wait_until_ended(self, timeout_s: float) -> None:
-        """Wait until the copying thread has ended; ignore the thread's error.
+        """Wait until the copying thread has ended; ignore any error raised in the thread.
 
         Raises:
             CollectiveError: the thread has not ended after `timeout_s` seconds.

@@ -278,7 +278,7 @@ def _is_private(value: torch.Tensor, exposed: set[int]) -> bool:
 
 
 def _places(parcel: Parcel) -> list[int]:
-    """Return the byte offsets of the index's tensors, then that of the ranges of elements."""
+    """Return the byte offset of each tensor in the index, then the offset of the element ranges."""
     places = [_rounded(_LENGTH_BYTES + len(parcel.head))]
     for tensor in parcel.tensors:
         places.append(places[-1] + _rounded(tensor.nbytes))

@@ -114,7 +114,7 @@ class Admissions:
         return epoch.number if epoch.joins else epoch.withdraws
 
     def note_lost(self, ranks: Iterable[int]) -> None:
-        """Record the loss of ranks, whether or not they had joined."""
+        """Record that ranks were lost, including ranks that might still be joining."""
         for rank in ranks:
             self._joining.pop(rank, None)
 

@@ -53,7 +53,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _job(run_dir: Path) -> tuple[Job, Shares, float]:
-    """Return the job's time record, the times by category, and the record's age in seconds."""
+    """Return the facts about a job's time, the times by category, and the facts' age in seconds."""
     try:
         job = read_job(run_dir)
         age_s = max(0.0, time.time() - (run_dir / ACCOUNT).stat().st_mtime)

@@ -414,7 +414,7 @@ class LockedOperations(Operations):
     def begin_prepared(
         self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
     ) -> int:
-        """Record that an operation was called with prepared arguments; see `OperationWriter`."""
+        """Record a call to an operation, given arguments from `prepare`; see `OperationWriter`."""
         with self._lock:
             return super().begin_prepared(call, sequence, coalesced, flags, depth + 1, is_started)
 

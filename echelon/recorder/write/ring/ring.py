@@ -3,8 +3,8 @@
 Data stored before a SIGKILL, an OOM kill or a segfault is preserved. The agent can read the file
 while the rank hangs inside C code.
 
-This module creates the file and writes its header, identity and last words. Other modules or the C
-core write operations, spans and texts. `recorder.py` decides what is recorded.
+This module creates the file and writes its header, identity and last words. Operations, spans and
+strings are written by other modules or by the C core. `recorder.py` decides what is recorded.
 """
 
 from __future__ import annotations

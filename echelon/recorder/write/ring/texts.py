@@ -74,12 +74,12 @@ class Texts:
                 self._is_writing = False
 
     def intern_group(self, text: str) -> int:
-        """Return a reference to a group's text; store the text in `recent` if the table is full."""
+        """Return a reference to a group's string, stored in `recent` if the table is full."""
         ref = self.intern(text, STRINGS_BYTES)
         return self.recent(text) if ref == self._table_full else ref
 
     def recent(self, text: str) -> int:
-        """Return a reference to a text in `recent`, storing the text if it is not cached."""
+        """Return a reference to a string in `recent`, storing the string if it is not cached."""
         if not text:
             return 0
         known = self.recents.get(text)
