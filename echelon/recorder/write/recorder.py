@@ -291,7 +291,7 @@ class Recorder:
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
-        """Start the Python heartbeat thread and, with the C core, the native heartbeat thread."""
+        """Start the Python heartbeat thread and, if the C core is in use, the native thread."""
         if self.native is not None:
             self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()

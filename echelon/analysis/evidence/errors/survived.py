@@ -87,7 +87,7 @@ class _Break:
     is_group_over: bool
 
     def first(self) -> dict[int, int]:
-        """Return the index of each rank's first failed row."""
+        """Return, for each rank, the index of the row of its first failed operation."""
         return {rank: int(places[0]) for rank, places in self.failed.items()}
 
     def errors(self, evidence: Evidence) -> frozenset[str]:
