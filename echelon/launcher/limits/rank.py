@@ -78,7 +78,7 @@ class RankLimits:
             history.add(lasted_ns, now_ns)
 
     def judge(self, news: News, age_s: Callable[[int], float]) -> Judged:
-        """Compare this rank's current operations and phases with its histories.
+        """Compare this rank's current operations and phases with its past ones.
 
         Args:
             age_s: a function that returns the age of one of the rank's timestamps, in seconds.

@@ -124,7 +124,7 @@ class Recorder:
 
     @_never_raises(None)
     def look_at_clocks(self, now: HostTime | None) -> None:
-        """Update the identity if the wall clock was adjusted or the host was suspended.
+        """Update the ring's identity if the wall clock was adjusted or the host was suspended.
 
         Args:
             now: current readings of the host's clocks. If None, the method does nothing.

@@ -155,7 +155,7 @@ def _breaks(evidence: Evidence) -> Iterator[_Break]:
 
 
 def _is_used_again(evidence: Evidence, one: _Break) -> bool:
-    """Return whether any rank completed a call in the group after its first failed call."""
+    """Return whether any rank completed a call in the group after that rank's first failed call."""
     for rank, index in one.first().items():
         later = evidence.ranks[rank].rows[index + 1 :]
         if bool(((later["group"] == one.group) & (later["state"] == State.COMPLETED)).any()):
