@@ -222,7 +222,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the root findings, followed by secondary findings about ranks that they do not name.
+    """Return the root findings, followed by secondary findings that name additional culprits.
 
     A secondary finding is about ranks that ended, or about ranks that hold up the same operation as
     the culprits of the first root finding.

@@ -16,7 +16,7 @@ TRACING = "ptrace"  # among `not_permitted`: its stacks and memory may not be re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Socket:
-    """A TCP socket of a rank, as reported by the kernel. A value of -1 means unknown."""
+    """A TCP socket of a rank, as reported by the kernel; -1 means that a count is unknown."""
 
     local: str = ""  # "10.0.0.1:29500"
     peer: str = ""

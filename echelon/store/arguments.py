@@ -31,7 +31,7 @@ def fitting(raw: bytes) -> bytes:
 
 
 def keys(texts: Sequence[str]) -> list[bytes]:
-    """Return several keys encoded as UTF-8, after checking their number."""
+    """Return several keys encoded as UTF-8, after checking how many there are."""
     if isinstance(texts, str):
         raise TypeError(f"keys must be a list of str, got the str {texts[:40]!r}")
     if len(texts) > MAX_KEYS:

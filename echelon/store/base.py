@@ -128,7 +128,7 @@ class Store(ABC):
         return self._do_check(arguments.keys(keys))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store `desired` if the value is `expected`; an empty `expected` matches a missing key.
+        """Store `desired` if the key's value is `expected`; "" matches a missing key.
 
         Returns the value that the key has afterwards, or `expected` if the key is still missing.
         """

@@ -151,7 +151,7 @@ class Picture:
 
     @cached_property
     def broken_links(self) -> tuple[BrokenLink, ...]:
-        """The connections between ranks on which data is waiting but not moving."""
+        """The rank-to-rank connections on which data is waiting but not moving."""
         return broken_links(self.evidence.ranks)
 
     def links_within(self, ranks: Iterable[int]) -> tuple[BrokenLink, ...]:

@@ -178,7 +178,7 @@ class Agreement:
                 self._fail(CollectiveError(f"no agreement on {self._what}: this rank has left"))
 
     def _leave(self) -> None:
-        """Publish this rank's number of calls to `reached`, so that other ranks can still agree."""
+        """Before this rank leaves, publish its number of calls, so that other ranks can agree."""
         with self._lock:
             is_left = not self._is_held and self._state.error is None
             self._is_held = True

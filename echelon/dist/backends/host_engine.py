@@ -90,7 +90,7 @@ class HostEngine(ABC):
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Abort all waits for messages. Collectives abort when they next check their watch."""
+        """Abort all waits for messages. Collectives abort at their next call to `Watch.check`."""
         if self._driver is not None:
             self._driver.cut(reason or build.closed(self._members, Operation("close", 0)))
 

@@ -134,7 +134,7 @@ def begin(
 def _prepare(
     root: Path | Remote, state: Mapping[str, Any], peers: Peers, *, keep: int, timeout_s: float
 ) -> _Job:
-    """Agree with the other ranks on what to save, where, and which rank writes which data."""
+    """Agree with the other ranks on what to save, where to save it, and which rank writes what."""
     doing = f"{root}: not saved"
     agree(peers, _unless_lost(peers, pending.finish()), f"{root}: the save before")
     contents = together(peers, doing, lambda: collect(state, peers.rank))

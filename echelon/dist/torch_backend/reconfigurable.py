@@ -198,7 +198,7 @@ class Reconfigurable:
         return self._timeout_s
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of `configure` and of later operations, also in the current group."""
+        """Set the timeout of `configure` and later operations, including the current group's."""
         self._timeout_s = timeout_s
         group = self._group
         if group is not None:

@@ -59,7 +59,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
     def take_finish(self) -> Finish | None:
         """Return the function that copies the results into the program's tensors, or None.
 
-        The caller must run this function, because `wait` no longer does.
+        The caller must run this function, because later calls to `wait` do not.
         """
         with self._lock:
             finish, self._finish = self._finish, None

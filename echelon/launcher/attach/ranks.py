@@ -138,7 +138,7 @@ def _name(pid: int) -> str:
 
 
 def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a process's network namespace, or () if its master is not on a loopback address.
+    """Return a process's network namespace, or () if its MASTER_ADDR is not a loopback address.
 
     The namespace distinguishes jobs that use the same loopback address.
     """

@@ -276,7 +276,7 @@ class Attempt:
         return []
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
-        """Record the loss of a worker; its incident is collected after a short pause."""
+        """Record the loss of a worker. The incident is collected after a short pause."""
         self._running.discard(event.rank)
         if not event.is_explained:
             if not self._losses:

@@ -150,7 +150,7 @@ class Incidents:
         return True
 
     def _has_running_ranks(self, action: decide.CollectIncident) -> bool:
-        """Return whether ranks might still be running during the analysis."""
+        """Return whether ranks might still be running during the incident's analysis."""
         if action.kind == "stall":
             return action.is_early or not self._stalls_end
         return bool(action.lost)

@@ -85,7 +85,7 @@ class Office:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The names of the connected nodes other than the host itself."""
+        """The names of the connected nodes other than the hosting node."""
         return tuple(self._nodes)
 
     # ---- beats ----

@@ -111,7 +111,7 @@ class Job:
 
 
 def write_job(job: Job, run_dir: Path) -> None:
-    """Write the record to a run directory atomically.
+    """Write a job's record to its run directory atomically.
 
     Raises:
         OSError: the file cannot be written.

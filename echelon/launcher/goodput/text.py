@@ -1,4 +1,4 @@
-"""Format the record of how a job spends its time as text."""
+"""Format, as text, the record of how a job spends its time."""
 
 from __future__ import annotations
 

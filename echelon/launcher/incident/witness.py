@@ -64,7 +64,7 @@ class Witness:
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
-        """Return whether the wait for the stacks can end."""
+        """Return whether the wait for the process's stacks can end."""
         return self._stacks is None or self._stacks.have_arrived()
 
     def has_torch_answered(self) -> bool:

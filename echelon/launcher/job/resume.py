@@ -113,7 +113,7 @@ def _has_version(folder: Path) -> bool:
 
 
 class Search:
-    """A search for the newest checkpoint, which is repeated before each attempt.
+    """A search for the newest checkpoint. The search is repeated before each attempt.
 
     Attributes:
         found: the result of the last completed search.

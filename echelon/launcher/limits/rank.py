@@ -32,7 +32,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The result of comparing a rank's current operations and phases with the rank's histories."""
+    """The result of comparing a rank's current operations and phases with the rank's past ones."""
 
     late: Late | None = None  # the one that has been late for the longest time
     is_excused: bool = False  # whether the rank is in a phase that may take its time
@@ -78,7 +78,7 @@ class RankLimits:
             history.add(lasted_ns, now_ns)
 
     def judge(self, news: News, age_s: Callable[[int], float]) -> Judged:
-        """Compare this rank's current operations and phases with its histories.
+        """Compare this rank's current operations and phases with its past ones.
 
         Args:
             age_s: a function that returns the age of one of the rank's timestamps, in seconds.

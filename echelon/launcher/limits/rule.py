@@ -51,7 +51,7 @@ class Look:
 
 
 class LimitRule:
-    """The rule for early examinations, and its state. The caller passes in the current time.
+    """The rule for examining ranks early, with its state. The caller passes in the current time.
 
     Args:
         report_s: the longest interval between two reports from a node, in seconds.

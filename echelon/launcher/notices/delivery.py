@@ -32,7 +32,7 @@ _LINE_CHARS = 200
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
-    """A handler that refuses redirects, so that no other host receives the notice or password."""
+    """A handler that refuses redirects, so that no other host receives a notice or password."""
 
     def redirect_request(self, *_: Any) -> None:
         """Refuse the redirect."""

@@ -24,7 +24,7 @@ class Std(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A choice of streams for each local rank."""
+    """The output streams that an option selects for each local rank."""
 
     default: Std = Std.NONE
     ranks: Mapping[int, Std] = field(default_factory=dict)

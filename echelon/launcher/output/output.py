@@ -143,7 +143,7 @@ class Terminal:
         self._live = text
 
     def end_live(self) -> None:
-        """Remove the live line, and show all lines that are being held."""
+        """Remove the live line, and show all lines that were held back."""
         if self._live:
             self._live = b""
             self._write(1, _ERASE)

@@ -29,7 +29,7 @@ class RankStatus:
     step_s: float | None
 
     def pack(self) -> tuple[list[int], list[str]]:
-        """Encode the status as the numbers and strings that nodes exchange; -1 means unknown."""
+        """Encode the status as the numbers and strings that nodes exchange; None becomes -1."""
         return [
             self.rank,
             _number(self.sequence),

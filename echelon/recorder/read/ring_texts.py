@@ -53,7 +53,7 @@ class RingTexts:
         return len(self.strings) - 1
 
     def text(self, ref: int) -> str:
-        """Return the text at a reference, or a placeholder if it cannot be read."""
+        """Return the text that a reference points to, or a placeholder if it cannot be read."""
         if ref & IS_RECENT:
             return self._recent_text(ref - IS_RECENT)
         at = STRINGS_OFFSET + ref

@@ -29,7 +29,7 @@ class NativeWriter(OperationWriter, SpanWriter, Protocol):
     """The interface of the C core's writer."""
 
     def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
-        """Count a pause of the garbage collector. The method is a callback for `gc.callbacks`."""
+        """Count a garbage-collection pause. The method is a callback for `gc.callbacks`."""
 
     def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
         """Register `keep(began, ended, info)` to be called after each pause of at least `from_ns`.

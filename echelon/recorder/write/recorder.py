@@ -124,7 +124,7 @@ class Recorder:
 
     @_never_raises(None)
     def look_at_clocks(self, now: HostTime | None) -> None:
-        """Update the identity if the wall clock was adjusted or the host was suspended.
+        """Update the ring's identity if the wall clock was adjusted or the host was suspended.
 
         Args:
             now: current readings of the host's clocks. If None, the method does nothing.
@@ -291,7 +291,7 @@ class Recorder:
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
-        """Start the Python heartbeat thread and, with the C core, the native heartbeat thread."""
+        """Start the Python heartbeat thread and, if the C core is in use, the native thread."""
         if self.native is not None:
             self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()

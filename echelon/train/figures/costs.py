@@ -23,7 +23,7 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 class Moment:
     """A clock reading and the calling thread's cumulative waiting times, all in seconds.
 
-    The difference between two moments consists of the elapsed time and the waiting times between
+    Subtracting one `Moment` from another yields the elapsed time and the waiting times between
     them.
     """
 

@@ -213,7 +213,7 @@ def _style(place: Any, panel: Panel, seen: Sequence[float]) -> None:
 
 
 def _label_ends(place: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Draw the labels to the right of the lines so that they do not overlap."""
+    """Draw the labels to the right of the lines, moving labels that would overlap."""
     if not ends:
         return
     right = max(end[0] for end in ends)

@@ -57,7 +57,10 @@ class Attention(nn.Module):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    """Return the output of attention: [B, H, T, D]. Keys and values can have fewer heads."""
+    """Return the output of attention: [B, H, T, D].
+
+    Keys and values can have fewer heads than queries.
+    """
     group = query.shape[1] // key.shape[1]
     if group > 1 and mask is not None:  # few kernels support both fewer heads and a mask
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

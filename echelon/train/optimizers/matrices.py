@@ -39,8 +39,8 @@ class Matrix:
     Attributes:
         shape: the shape of the full matrix.
         lengths: the number of elements that each rank of the group holds.
-        momentum: a function that is called in the matrix's round and returns this rank's shard of
-            the momentum, in any shape.
+        momentum: a function that returns this rank's shard of the momentum, in any shape. It is
+            called in the round in which the matrix is processed; see [Note: rounds].
         compute: a function that is called on the owner with the full matrix and returns a matrix
             of the same size.
         apply: a function that is called with this rank's shard of the result, a 1-dim tensor.

@@ -127,7 +127,7 @@ class Gradients:
         return [value for row in rows for value in row[len(flags) :]]
 
     def _gathered(self, mine: list[float], *, has_values: bool) -> list[list[float]]:
-        """Gather a list from each rank: a flag per parameter, then any values per micro-batch.
+        """Gather each rank's list: a flag per parameter and, if requested, a value per micro-batch.
 
         A flag is nonzero if the rank has a gradient for the parameter. Collective.
         """

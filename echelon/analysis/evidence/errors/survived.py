@@ -87,7 +87,7 @@ class _Break:
     is_group_over: bool
 
     def first(self) -> dict[int, int]:
-        """Return the index of each rank's first failed row."""
+        """Return, for each rank, the index of the row of its first failed operation."""
         return {rank: int(places[0]) for rank, places in self.failed.items()}
 
     def errors(self, evidence: Evidence) -> frozenset[str]:
@@ -155,7 +155,7 @@ def _breaks(evidence: Evidence) -> Iterator[_Break]:
 
 
 def _is_used_again(evidence: Evidence, one: _Break) -> bool:
-    """Return whether any rank completed a call in the group after its first failed call."""
+    """Return whether any rank completed a call in the group after that rank's first failed call."""
     for rank, index in one.first().items():
         later = evidence.ranks[rank].rows[index + 1 :]
         if bool(((later["group"] == one.group) & (later["state"] == State.COMPLETED)).any()):

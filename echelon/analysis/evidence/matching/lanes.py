@@ -60,7 +60,7 @@ class Lanes:
 
     @cached_property
     def state(self) -> npt.NDArray[np.int32]:
-        """The `State` of each cell's row, or ABSENT in empty cells: [num_members, num_columns]."""
+        """The `State` of each cell's row, or ABSENT if it has none: [num_members, num_columns]."""
         return self.column("state")
 
     @cached_property

@@ -352,7 +352,7 @@ def _by_death(facts: RankEvidence) -> Ending:
 
 
 def facts_site(facts: RankEvidence) -> str:
-    """Return the call site of an ended rank's innermost open span, or "" if no span was open."""
+    """Return the call site of the innermost span still open when a rank ended; "" if none was."""
     return facts.open_spans[-1].site if facts.open_spans else ""
 
 

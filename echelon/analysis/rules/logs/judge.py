@@ -314,7 +314,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Return the ranks whose watchdogs timed out in a different operation than most others' did."""
+    """Return the ranks whose watchdogs timed out in an operation other than the most common one."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()

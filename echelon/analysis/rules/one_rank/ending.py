@@ -111,7 +111,7 @@ def _youngest_ns(picture: Picture) -> int:
 
 
 def read_loss(picture: Picture, rank: int) -> Reading:
-    """Return the reading for a rank on a lost or silent node, with the launcher's explanation."""
+    """Return a `Reading` for a rank on a lost or silent node, with the launcher's explanation."""
     why = picture.evidence.incident.absent.get(rank, "its node is lost")
     return Reading(
         cause=Cause.DEAD_PROCESS,

@@ -20,7 +20,7 @@ _MAX_SHOWN = 4
 
 
 def find_apart(picture: Picture) -> list[Finding]:
-    """Report the ranks that are in a collective called at a different line than on most ranks."""
+    """Report the ranks that called their current collective at another line than most ranks did."""
     places = _places(picture)
     if not places:
         return []

@@ -1,8 +1,8 @@
 """Detect a rank or a host that is repeatedly the last to arrive in a running job.
 
-A straggler becomes a verdict if it was last in at least 80% of at least 50 collectives of a group,
-and if the other ranks spent at least 20% of the time waiting for it. A smaller delay becomes a
-note. Only collectives in which ranks actually waited are counted.
+A straggler is reported as a verdict if it was last in at least 80% of at least 50 collectives of a
+group, and if the other ranks spent at least 20% of the time waiting for it. A smaller delay is
+reported as a note. Only collectives in which ranks actually waited are counted.
 """
 
 from __future__ import annotations

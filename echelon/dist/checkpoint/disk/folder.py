@@ -361,7 +361,7 @@ def _sweep(root: Path) -> None:
 def _remove_uncommitted(version: Path) -> None:
     """Hide a version that has no commit mark, and remove it.
 
-    If a job commits the version before it is hidden, restore the version instead.
+    If it turns out that a job committed the version just before it was hidden, restore it instead.
     """
     trash = files.set_aside(version)
     with contextlib.suppress(OSError):  # the next save tries again

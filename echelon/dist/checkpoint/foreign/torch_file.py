@@ -57,7 +57,7 @@ class TorchFile:
         )
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
-        """Fill `out` with a tensor's elements, starting at element `start`."""
+        """Fill `out` with a tensor's elements from index `start` onward."""
         stored = self._tensors[self.manifest.aliases.get(path, path)].reshape(-1)
         for first, piece in runs(start, out, repeats):
             piece.copy_(stored[first : first + piece.numel()])

@@ -29,7 +29,7 @@ class State(enum.Enum):
 
 
 class Facts(Protocol):
-    """Properties of a unit that can change between events."""
+    """Properties of a unit that can change between the events that `Order` handles."""
 
     @property
     def trains(self) -> bool:

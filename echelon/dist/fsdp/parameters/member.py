@@ -101,7 +101,7 @@ class Member:
                 _put(module, name, self.shard)
 
     def adopt(self) -> None:
-        """Copy values that the program assigned with `shard.data = values` into the chunk.
+        """Copy into the chunk the values that the program assigned with `shard.data = values`.
 
         Raises:
             ValueError: the values have a different dtype, device or shape, for example

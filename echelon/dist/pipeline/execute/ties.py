@@ -47,9 +47,10 @@ class Ties:
         return len(self._ties)
 
     def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
-        """Open channels to ranks with other copies, and set all copies to the first stage's value.
+        """Connect the ranks that hold copies, and set all copies to the first stage's value.
 
-        The method blocks until all ranks with other copies have called it.
+        The method blocks until all other ranks with copies of this rank's tied parameters have
+        called it.
 
         Args:
             group: the pipeline's ranks.

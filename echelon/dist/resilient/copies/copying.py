@@ -142,7 +142,7 @@ class Copying:
     def wait_until_stamped(self, timeout_s: float) -> None:
         """Wait until the copying thread has stamped or discarded the copy.
 
-        An error of this thread is ignored.
+        An error that occurred in that thread is ignored.
 
         Raises:
             CollectiveError: the thread has done neither after `timeout_s` seconds.

@@ -1,4 +1,4 @@
-"""Provide anonymous shared memory that holds one state of one rank's shards.
+"""Provide anonymous shared memory that holds one copy of a rank's shards.
 
 The memory has no name in any file system. The other ranks on the host open it when a world begins.
 The memory therefore outlives the rank that writes it, and is freed after all of these ranks have

@@ -127,7 +127,7 @@ class WorldCopies:
         return sum(memory.num_bytes for one in held for memory in one.memories)
 
     def begin(self, writer: ShardsWriter, step: int) -> Copying:
-        """Begin a copy by writing the state that can change after the next step begins.
+        """Begin a copy of the state: write the data that can change once the next step begins.
 
         The returned object writes the rest of the state, and exchanges copies with the partner
         ranks if some ranks cannot map each other's memory.

@@ -69,7 +69,10 @@ class HungRanks:
         return bool(self._dying)
 
     def end(self, world: World, failure: Failure, incident: Incident, now_s: float) -> str:
-        """Send commands to kill a stall's culprits; return why they are not killed, or ""."""
+        """Send commands to kill a stall's culprits, and return "".
+
+        If the culprits must not be killed, send nothing and return the reason.
+        """
         ranks = failure.culprit_ranks
         why_not = self._why_not(failure) or self._losses.why_not_without(world, ranks)
         if why_not:

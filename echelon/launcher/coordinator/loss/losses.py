@@ -204,7 +204,7 @@ class Losses:
         return None
 
     def _read(self, world: World, ended: Iterable[int]) -> Known:
-        """Return all reports, including those that a node has not forwarded yet.
+        """Return all ranks' reports, including those that a node has not forwarded yet.
 
         Missing reports are looked up in the store, but not for ranks that were lost before the
         ranks in `ended`. The report that the store has for such a rank is from its old process, not

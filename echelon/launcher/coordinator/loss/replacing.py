@@ -432,7 +432,7 @@ class Replacements:
             self._kill(world, rank)
 
     def note_taken_back(self, world: World, now_s: float) -> list[decide.JoinerStarted]:
-        """Dismiss the processes whose admission was withdrawn; return events for the attempt."""
+        """Dismiss the processes whose admission was withdrawn; return an event for each of them."""
         gone = [
             rank for rank in self._at(_Stage.ADMITTED) if not self._admissions.is_admitted(rank)
         ]

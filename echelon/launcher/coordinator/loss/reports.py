@@ -39,7 +39,7 @@ class Reports:
         self._remote.clear()
 
     def take(self, rows: Iterable[Sequence[int]]) -> None:
-        """Store a report that a node other than the hosting node sent about its ranks."""
+        """Store a report that a node other than the hosting node sent about its own ranks."""
         self._remote.update(of_row(row) for row in rows)
 
     def forget(self, rank: int) -> None:

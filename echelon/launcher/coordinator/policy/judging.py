@@ -36,7 +36,7 @@ def incident_of(
 
 
 def failure_of(world: World, incident: Incident | None) -> Failure:
-    """Describe the failure that ended an attempt, using the incident's verdict if it has one."""
+    """Describe the failure that ended an attempt, using the verdict on `incident`, if any."""
     verdict = None if incident is None else incident.verdict
     if verdict is not None:
         assert incident is not None

@@ -115,7 +115,7 @@ class Restarting:
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:
-        """Return the restart policy's memory, serialized for a node that takes over the job."""
+        """Return the restart policy's state, serialized for a node that takes over the job."""
         known = Memory(
             failures=tuple(self.restarts.failures),
             avoided=self._roster.avoided,

@@ -110,7 +110,7 @@ class Ring:
         self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, asdict(words))
 
     def write_span(self, number: int, fields: bytes) -> None:
-        """Store an ended span in the slot for its number."""
+        """Store a completed span in the slot for its number."""
         at = self._spans_offset + (number % self.num_spans) * SPAN_SLOT.itemsize
         self._write_span_slot(at, number + 1, fields)
 

@@ -30,9 +30,9 @@ _AGAIN_S = 10.0
 
 
 def list_modules(path: Path, recorder: Recorder) -> None:
-    """Write the module list now, again after two steps and, on another thread, after ten seconds.
+    """Write the module list immediately, after two steps, and again after ten seconds.
 
-    The function never raises.
+    The last of these writes runs on another thread. The function never raises.
     """
     pid = os.getpid()
     _write(path, pid)

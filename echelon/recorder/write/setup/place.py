@@ -101,7 +101,8 @@ def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
 def bring_home(rank_dir: Path) -> bool:
     """Replace a link to a ring with the ring itself; return False if there was no link.
 
-    Call this function after the process has ended. The mappings of attached readers remain valid.
+    Call this function after the ring's process has ended. The mappings of attached readers remain
+    valid.
 
     Raises:
         OSError: the ring cannot be moved; the link and the file are unchanged.

@@ -84,7 +84,7 @@ class HuggingFaceFolder:
         )
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
-        """Fill `out` with a tensor's elements, beginning at element `start`; see `Source.read`.
+        """Fill `out` with a tensor's elements from index `start` onward; see `Source.read`.
 
         Raises:
             CheckpointError: a file is truncated.

@@ -212,7 +212,7 @@ class StreamEngine:
             time.sleep(_DRAIN_S)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Reject new library calls on this rank, and abort running operations."""
+        """Reject new operations on this rank, and abort running operations."""
         self._reason = reason or build.closed(self._members, Operation("close", 0))
         if reason is None:
             self._let_go()

@@ -110,7 +110,7 @@ class Exchange:
             incoming.advance()
 
     def want_for(self, *actions: Action) -> None:
-        """Mark the data that the given computations need, as in `want`."""
+        """Call `want` with the data that the given computations need."""
         self.want([thing for action in actions for thing in self._routes.needed(action)])
 
     def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
