@@ -154,7 +154,7 @@ def owner(tensor: Tensor) -> Tensor:
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Wrap local elements as optimizer state for `like`, as a DTensor if `like` is one."""
+    """Return local elements as a DTensor placed like `like`, or as they are if `like` is not one."""
     if not is_dtensor(like):
         return data
     return type(like).from_local(

@@ -25,7 +25,7 @@ class Pages:
 
     Args:
         limit: a function that returns the maximum number of idle bytes; None means no maximum. In
-            both cases, memory is retained only if another storage can use it.
+            any case, a storage's memory is retained only if another storage can use it.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None) -> None:
