@@ -199,7 +199,7 @@ class Office:
         )
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Update the restart counts and the policy's memory in the mandate of the current world."""
+        """Update the restart counts and the restart policy's memory in the current mandate."""
         self.mandate = replace(
             self.mandate,
             index=self.mandate.index + 1,

@@ -283,7 +283,7 @@ class NodeAgent:
     # ---- commands ----
 
     def start(self, command: m.Start) -> None:
-        """Start this node's workers. On a restart, run the user's command first, if any."""
+        """Start this node's workers. On a restart, run the `--before-restart` command first."""
         self.probes.close()
         self._start = command
         self._kept = None

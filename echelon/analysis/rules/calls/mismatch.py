@@ -116,7 +116,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_error(found: Divergence) -> tuple[int, ...]:
-    """Return the member that recorded mismatch errors name, or () if none or several are named."""
+    """Return the member named in the recorded mismatch errors; () if they name none or several."""
     evidence = found.lanes.evidence
     texts = {evidence.error(found.row(member)) for side in found.sides for member in side}
     named = {int(rank) for text in texts for rank in _NAMED.findall(text)}

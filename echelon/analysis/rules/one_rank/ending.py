@@ -1,4 +1,4 @@
-"""Detect a rank that has ended, closed its recorder, left no record, or let its heartbeat go stale."""
+"""Detect a rank that has ended, closed its recorder, left no record, or has a stale heartbeat."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class HostStorage(Storage):
             self.give_back(keep)
 
     def give_back(self, keep: Sequence[tuple[int, int]] = ()) -> None:
-        """Return the pages to the system, except for the ranges of elements in `keep`."""
+        """Return the pages to the system, except those with elements of the ranges in `keep`."""
         position = 0
         for first, last in [*keep, (self.num_bytes // self._itemsize,) * 2]:
             start = -(-position * self._itemsize // PAGE_BYTES) * PAGE_BYTES
