@@ -202,7 +202,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Return the confidence in a vote, given the number of members without a record."""
+    """Return how certain it is which side is wrong, given how many members have no record."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE

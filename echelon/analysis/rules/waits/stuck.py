@@ -76,7 +76,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
 
 
 def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
-    """Merge all sinks that have the same cause if there would otherwise be too many findings."""
+    """Group the sinks by cause alone if there would otherwise be too many findings."""
     if len(alike) <= _MAX_FINDINGS:
         return alike
     merged: dict[tuple[Cause, int], list[int]] = {}

@@ -192,7 +192,7 @@ class Pool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Return a tensor obtained from `acquire` to the pool."""
+        """Give a tensor that `acquire` returned back to the pool."""
         raw = self._lent.pop(buffer.data_ptr(), None)
         if raw is not None:  # else lent before `clear`
             self._free.append(raw)
