@@ -220,7 +220,8 @@ class ShardedState(CopiedState):
     def restore(self) -> None:
         """Restore the newest state stored since the current world began, and discard the gradients.
 
-        Local."""
+        Local.
+        """
         reshard(self._model)
         self._rest[self._at].restore()
         self._sync_as_kept()

@@ -13,7 +13,7 @@ class Damage:
         self._warnings: Counter[str] = Counter()
 
     def warn(self, text: str) -> None:
-        """Record damage in the ring itself, which a new copy of the ring would show, too."""
+        """Record damage in the ring itself, which a new copy of the ring would also contain."""
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:

@@ -50,7 +50,7 @@ _ACTIONS = {
 
 
 def find_stuck(picture: Picture) -> list[Finding]:
-    """Report the sinks of the wait-for graph, in the order in which waits for them began.
+    """Report the sinks of the wait-for graph, ordered by when ranks began to wait for them.
 
     Sinks that have the same cause and block the same operation are reported as one finding.
     """
