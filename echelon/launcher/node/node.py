@@ -283,7 +283,7 @@ class NodeAgent:
     # ---- commands ----
 
     def start(self, command: m.Start) -> None:
-        """Start this node's workers, on a restart after the `--before-restart` command, if any."""
+        """Start the workers. On a restart, run the `--before-restart` command first, if any."""
         self.probes.close()
         self._start = command
         self._kept = None
