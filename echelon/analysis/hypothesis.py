@@ -131,7 +131,7 @@ def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
 
 
 def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
-    """Return whether two roots can be reported as a single finding."""
+    """Return whether two root hypotheses can be reported as a single finding."""
     if root.finding.scope is not Scope.CULPRITS:
         return False
     return other.place == root.place and other.finding.cause is root.finding.cause

@@ -132,7 +132,10 @@ def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int 
 
 
 def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | None) -> int:
-    """Return the page cache size, in bytes, of the first cgroup that has this usage and limit."""
+    """Return the page cache size, in bytes, of the first cgroup with this memory usage and limit.
+
+    Return 0 if there is no such cgroup, or if its page cache size is unknown.
+    """
     for group in groups:
         if (group.get("memory_bytes"), group.get("memory_limit_bytes")) == (used, limit):
             return group.get("inactive_file", 0) + group.get("active_file", 0)

@@ -95,7 +95,7 @@ class Failover:
         return False
 
     def _prepare(self, node: NodeAgent) -> None:
-        """Kill any ranks that are still running, and set the permit for the next ranks."""
+        """Kill any ranks that are still running, and set the permit under which new ranks run."""
         if node.has_workers:
             node.kill()
             node.clear_up()

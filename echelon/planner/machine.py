@@ -117,7 +117,7 @@ class Machine:
 
 
 def assumed(*, is_half: bool) -> Machine:
-    """Return assumed figures for nodes of H100s with NVLink, connected at 400 Gbit/s.
+    """Return the assumed speeds of H100 nodes with NVLink that are connected at 400 Gbit/s.
 
     `is_half` selects the H100's peak rate in bf16 instead of fp32.
     """

@@ -2,8 +2,8 @@
 
 - An epoch, in the job's store, lists the ranks that remain.
 - A standing, in RANK_DIR/standing.json, reports to the launcher whether a rank can continue.
-- A notice, posted in the job's store, names the ranks that an ending attempt lost together with
-  their nodes. Without the notice, the other ranks would wait for the lost ranks.
+- A notice, posted in the job's store when an attempt is about to end, names the ranks whose nodes
+  were lost. Without the notice, the other ranks would wait for the lost ranks.
 
 Both the launcher and the ranks import this module.
 """

@@ -94,7 +94,7 @@ class Pipeline:
         return self._step("get", key)
 
     def add(self, key: str, amount: int) -> Reply[int]:
-        """Add to a decimal counter and return the new value."""
+        """Add `amount` to a decimal counter, and return the new value."""
         return self._step("add", key, arguments.int64(amount))
 
     def append(self, key: str, value: str | bytes) -> Reply[None]:

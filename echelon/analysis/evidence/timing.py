@@ -68,7 +68,11 @@ class Arrivals:
 
 
 def arrivals(lanes: Lanes) -> Arrivals | None:
-    """Return the arrival lags of one group, or None if no collective completed on all members."""
+    """Return each member's lag at each collective that all members of a group completed.
+
+    Return None if there is no such collective or the group has only one member, or if a member
+    has no record.
+    """
     done = (lanes.state == State.COMPLETED).all(axis=0)
     if len(lanes.members) < 2 or not done.any() or lanes.strangers:
         return None

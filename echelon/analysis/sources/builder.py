@@ -104,7 +104,7 @@ class EvidenceBuilder:
         return rows
 
     def _calls(self, record: Record) -> npt.NDArray[Any]:
-        """Return, for each operation of a record, the number of its call in the shared tables."""
+        """Return, for each operation of a record, the index of its call in the shared tables."""
         columns = [record.operations[name] for name in ("operation", "signature", "reduce_op")]
         columns.append(record.operations["root"].astype(np.int64) + 1)
         packed = np.zeros(len(record.operations), np.int64)

@@ -216,7 +216,7 @@ class Agreement:
             self._is_passed.clear()
 
     def _decide(self, client: Store, wish: str) -> bool:
-        """Hold calls to `reached` while the ranks exchange call numbers and choose a common one."""
+        """Block calls to `reached` while the ranks exchange call numbers and agree on one."""
         with self._lock:
             if self._is_closed:
                 return False

@@ -98,7 +98,7 @@ class PartialBlocks:
 
     @property
     def message_numel(self) -> int:
-        """The length of a message: one sum per block, and every element of the split blocks."""
+        """The number of elements in a message: 1 per block, plus `BLOCK` per split block."""
         return self._num_blocks + len(self._cut) * BLOCK
 
     def write(self, message: torch.Tensor, values: torch.Tensor, start: int) -> None:

@@ -93,7 +93,7 @@ class TreeSums:
         """Return the nodes of `maximal_nodes(run)` in ascending order, each with its sum.
 
         Raises:
-            ValueError: not all micro-batches in the range have been added.
+            ValueError: not all micro-batches in `run` have been added.
         """
         if self._next != self.run.stop:
             raise ValueError(
@@ -106,7 +106,8 @@ class TreeSums:
         """Return the sum of all micro-batches of all ranks.
 
         Raises:
-            ValueError: the range contains only some of the micro-batches.
+            ValueError: `run` contains only some of the step's micro-batches, or some of its
+                micro-batches have not been added.
         """
         nodes = self.nodes()
         if len(self.run) != self.run.total:

@@ -31,7 +31,7 @@ class Node:
 
     @property
     def start(self) -> int:
-        """The first number that the node covers."""
+        """The number of the first micro-batch that the node covers."""
         return self.index << self.height
 
     @property

@@ -1,8 +1,8 @@
 """Define the placeholder world that a replacement process uses until it joins the other ranks.
 
-A process that replaces a lost rank starts while the other ranks are training. In this process, the
-world already has its full size and the process has its final rank. Until the process has joined the
-other ranks, every operation is refused.
+A process that replaces a lost rank starts while the other ranks are training. Its placeholder world
+has the size of the real world, and the process has its final rank in it. Every operation is refused
+until the process has joined the other ranks.
 """
 
 from __future__ import annotations

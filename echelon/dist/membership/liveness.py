@@ -341,7 +341,7 @@ class Liveness:
         return sorted({*late, *silent})
 
     def _without_arrived(self, operation: Operation, late: list[int], store: Store) -> list[int]:
-        """Return the late ranks that have not marked their arrival at a monitored barrier."""
+        """Return `late` without the ranks that have marked their arrival at a monitored barrier."""
         if operation.kind != "barrier" or not self._arrivals:
             return late
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]

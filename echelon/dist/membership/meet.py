@@ -62,7 +62,7 @@ def latest_round(store: PrefixStore) -> int:
 def exchange(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:
-    """Exchange one value per member through the store while watching for members' deaths.
+    """Exchange one value per member through the store while watching for members that die.
 
     The last rank to arrive sets a gate key, so that each rank waits for only one key, regardless of
     the number of ranks.

@@ -134,7 +134,7 @@ class Matcher:
     ) -> None:
         """Store a peer's queue of early messages in `by_peer`; if the queue is empty, remove it.
 
-        If no peer of the tag has a queue left, the tag is removed, too.
+        If no queues are left for the tag, the tag is removed, too.
         """
         if waiting:
             by_peer[peer] = waiting

@@ -23,7 +23,7 @@ class Evidence(Protocol):
     """Information about the other members, from sources other than the engine."""
 
     def serve(self, state: GroupState) -> None:
-        """Start answering other ranks' liveness checks and applying their verdicts to `state`."""
+        """Start answering liveness checks and applying the verdicts of other ranks to `state`."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Return the given group ranks whose processes are known to have ended. Not collective."""

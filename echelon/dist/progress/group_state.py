@@ -365,7 +365,7 @@ class GroupState:
         return first.error
 
     def hear(self, error: CollectiveError) -> None:
-        """End the group with the verdict of another rank; never blocks.
+        """End the group with the error that another rank published as its verdict; never blocks.
 
         Collectives that precede the failed operation and are still in progress on this rank have up
         to 0.5 s to finish.

@@ -218,7 +218,10 @@ class ShardedState(CopiedState):
         self._forget_shards(group)
 
     def restore(self) -> None:
-        """Restore the newest state stored in this world, and discard the gradients. Local."""
+        """Restore the newest state stored since the current world began, and discard the gradients.
+
+        Local.
+        """
         reshard(self._model)
         self._rest[self._at].restore()
         self._sync_as_kept()

@@ -1,1 +1,1 @@
-"""Explain the state of a running job that was started by any launcher, such as torchrun."""
+"""Explain the state of a running job, whichever launcher (such as torchrun) started it."""

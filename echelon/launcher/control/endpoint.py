@@ -166,7 +166,7 @@ def _checked(secret: bytes, source: str) -> bytes:
     """Return a secret after checking its length and format.
 
     Raises:
-        ValueError: the secret is too short or not text.
+        ValueError: the secret is too short or is not valid UTF-8.
     """
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(

@@ -87,7 +87,7 @@ class Stalls:
         self.step(now_s)
 
     def clear(self) -> None:
-        """Forget the stall, now that its attempt has ended."""
+        """Forget the stall, because the attempt in which it occurred has ended."""
         self._forget()
         self._hung.clear()
 

@@ -199,7 +199,7 @@ class Office:
         )
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Update the restart counts and the policy's memory in the mandate of the current world."""
+        """Update the restart counts and the restart policy's memory in the current mandate."""
         self.mandate = replace(
             self.mandate,
             index=self.mandate.index + 1,
@@ -239,7 +239,7 @@ class Office:
         )
 
     def follow_witness(self, now_s: float) -> bool:
-        """Make the witness an elector while it responds, and remove it when it no longer does.
+        """Make the witness an elector while it responds, and drop it from the electors otherwise.
 
         Call this only while a world is running. Return whether the mandate changed and
         must therefore be sent to the other nodes.

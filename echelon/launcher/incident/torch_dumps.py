@@ -109,7 +109,7 @@ class TorchDump:
         self.num_own = 0  # how many dumps torch wrote without a request
 
     def look(self) -> None:
-        """Register a new dump once its file is complete: unchanged since the previous call."""
+        """Register a new dump once its file has stopped changing between two calls."""
         version = self._version()
         if version[1] > 0 and version != self._noted and version == self._growing:
             self._noted = version

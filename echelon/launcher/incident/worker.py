@@ -1,4 +1,4 @@
-"""Define the state of a worker, and the reason for collecting an incident."""
+"""Define two records: the state of a worker, and the reason for collecting an incident."""
 
 from __future__ import annotations
 

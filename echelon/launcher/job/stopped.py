@@ -36,7 +36,7 @@ class Stopped:
         return self.saved.step if self.saved is not None and self.saved.step >= 0 else None
 
     def line(self) -> str:
-        """Return the line that the launcher prints, or "" if no step or checkpoint is known."""
+        """Return a line for the launcher to print; "" if no step and no checkpoint is known."""
         at, step = self.saved_at_step, self.last_step
         if self.saved is None:
             return f"stopped at step {step}; nothing was saved in this attempt" if step >= 0 else ""

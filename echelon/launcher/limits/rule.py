@@ -82,9 +82,9 @@ class LimitRule:
         self._begun_ns = now_ns
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
-        """Return the early examination that has become due; None if none has.
+        """Return a request for an early examination of the job if one is due, else None.
 
-        Each examination is returned only once.
+        Each request is returned only once.
 
         Args:
             views: the last report of each node that is not lost; None if the node has not reported

@@ -283,7 +283,7 @@ class NodeAgent:
     # ---- commands ----
 
     def start(self, command: m.Start) -> None:
-        """Start this node's workers. On a restart, run the user's command first, if any."""
+        """Start the workers. On a restart, run the `--before-restart` command first, if any."""
         self.probes.close()
         self._start = command
         self._kept = None
@@ -528,7 +528,7 @@ class NodeAgent:
         self._examine_on()
 
     def _examine_on(self) -> None:
-        """Take the next step of the snapshot; send the dumps after the last step."""
+        """Continue the snapshot by one step; after the last step, send the dumps."""
         examination = self._examination
         assert examination is not None
         records = examination.step() if self._kept is None else self._kept

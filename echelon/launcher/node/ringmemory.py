@@ -68,7 +68,7 @@ class RingMemory:
         return "" if self.folder is None else f"; rings in {_MEMORY} while it runs"
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variable that points a worker's recorder to the folder."""
+        """Return the environment variable that makes a worker store its ring in `folder`."""
         return {} if self.folder is None else {"ECHELON_RING_DIR": str(self.folder)}
 
     def bring_home(self, rank_dir: Path) -> None:

@@ -55,7 +55,7 @@ class Fold:
         return self._take(list(self._held.values()))
 
     def _release(self, rank: int) -> list[bytes]:
-        """Stop holding a rank's lines and all older lines, and return these lines."""
+        """Stop holding back a rank's lines and all lines older than its newest; return them all."""
         mine = [h.due_s for h in self._held.values() if rank in h.ranks]
         if not mine:
             return []

@@ -13,7 +13,7 @@ class Damage:
         self._warnings: Counter[str] = Counter()
 
     def warn(self, text: str) -> None:
-        """Record damage to the ring itself, which any other copy of the ring would contain too."""
+        """Record damage in the ring itself, which a new copy of the ring would also contain."""
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:

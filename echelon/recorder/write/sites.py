@@ -106,7 +106,10 @@ def describe(frame: FrameType) -> str:
 
 
 def stack(frame: FrameType) -> str:
-    """Return the positions of a frame and up to three callers, innermost first, one per line."""
+    """Return the positions of a frame and of up to three of its callers, one per line.
+
+    The innermost frame comes first.
+    """
     return "\n".join(describe(one) for one in _frames(frame))
 
 

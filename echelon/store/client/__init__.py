@@ -1,1 +1,1 @@
-"""The store's client: calls, connections and hosted servers."""
+"""The store's client: its calls, its connections, and the servers that its process hosts."""

@@ -24,7 +24,7 @@ _REFUSED_S = 1.0  # ... when its machine answers that nothing listens: the proce
 
 
 class Dialer:
-    """The component of a client that connects to the server.
+    """The part of a client that connects the client to the server.
 
     Attributes:
         place: the server's address and the client's credentials.

@@ -73,7 +73,7 @@ class StoreState:
             self._tell(key, value)
 
     def get(self, key: bytes) -> bytes | None:
-        """Return the value of a key, or None if it is missing."""
+        """Return the value of a key, or None if the key is missing."""
         return self.values.get(key)
 
     def add(self, key: bytes, amount: int) -> int:
@@ -321,7 +321,7 @@ class StoreState:
         world_size: int,
         value: bytes = b"",
     ) -> Waiter:
-        """Arrive at a barrier or gather. The last arrival wakes all waiters of the round.
+        """Record an arrival at a barrier or gather. The last arrival wakes all waiters.
 
         If a rank arrives twice, the new arrival replaces the earlier arrival, and the earlier wait
         fails.

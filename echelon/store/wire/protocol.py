@@ -195,7 +195,7 @@ def encode(query: int, *fields: bytes | int | list[bytes]) -> bytes:
     """Encode one command: bytes as a string, an int as an i64, a list as a count and its strings.
 
     In a MULTI_SET, keys and values alternate in the list, and the count is the number of pairs.
-    PING and VALIDATE take a u32.
+    In a PING or VALIDATE, an int is encoded as a u32.
     """
     pieces = [bytes((query,))]
     for field in fields:

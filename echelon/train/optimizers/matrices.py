@@ -132,7 +132,7 @@ class Bucket:
 
 
 class Buckets:
-    """Buckets of matrices held by the same ranks, in the order in which they were created."""
+    """All buckets, in the order in which they were created; see `Bucket`."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], Bucket] = {}

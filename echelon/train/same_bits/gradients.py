@@ -94,7 +94,7 @@ class Gradients:
             vector.drop()
 
     def take(self) -> list[Taken]:
-        """Move a micro-batch's gradients out of `.grad` after a full or half backward pass."""
+        """Move a micro-batch's gradients out of `.grad` after a backward pass or half of one."""
         return [vector.take() for vector in self._vectors]
 
     def add(self, number: int, taken: list[Taken]) -> None:

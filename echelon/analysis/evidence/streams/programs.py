@@ -45,7 +45,8 @@ class Parting:
 def partings(streams: Streams) -> list[Parting]:
     """Return the calls at which individual ranks diverged from the common program.
 
-    Only the largest group in which a rank differs is considered.
+    Only the largest group in which any rank diverged is considered. Groups with fewer than three
+    members are ignored.
     """
     keys = _keys(streams)
     groups = streams.evidence.groups

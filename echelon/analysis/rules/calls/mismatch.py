@@ -116,7 +116,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_error(found: Divergence) -> tuple[int, ...]:
-    """Return the member that recorded mismatch errors name, or () if none or several are named."""
+    """Return the member named in the recorded mismatch errors; () if they name none or several."""
     evidence = found.lanes.evidence
     texts = {evidence.error(found.row(member)) for side in found.sides for member in side}
     named = {int(rank) for text in texts for rank in _NAMED.findall(text)}
@@ -202,7 +202,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Return the confidence in a vote, given the number of members without a record."""
+    """Return how certain it is which side is wrong, given how many members have no record."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE

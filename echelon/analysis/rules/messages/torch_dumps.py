@@ -160,7 +160,10 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Return whether all earlier messages from a message's call site had a different peer."""
+    """Return whether a message's peer differs from the peers of earlier messages at its call site.
+
+    At least two earlier messages in the same direction must have completed there.
+    """
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)

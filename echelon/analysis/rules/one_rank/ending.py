@@ -1,4 +1,4 @@
-"""Detect a rank that has ended, closed its recorder or left no record, or has a stale heartbeat."""
+"""Detect a rank that has ended, closed its recorder, left no record, or has a stale heartbeat."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _ACTIONS = {
 
 
 def find_stuck(picture: Picture) -> list[Finding]:
-    """Report the sinks, earliest wait first.
+    """Report the sinks of the wait-for graph, ordered by when ranks began to wait for them.
 
     Sinks that have the same cause and block the same operation are reported as one finding.
     """
@@ -76,7 +76,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
 
 
 def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
-    """Merge all sinks that have the same cause if there would otherwise be too many findings."""
+    """Group the sinks by cause alone if there would otherwise be too many findings."""
     if len(alike) <= _MAX_FINDINGS:
         return alike
     merged: dict[tuple[Cause, int], list[int]] = {}

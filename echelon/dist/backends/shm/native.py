@@ -242,7 +242,7 @@ def _root(operation: Operation) -> int:
 
 
 def _type_id(operation: Operation) -> int:
-    """Return the C core's number for the operation's dtype."""
+    """Return the number that identifies the operation's dtype in the C core."""
     number = _DTYPES.get(operation.dtype)
     if number is not None:
         return number

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Line:
-    """A line of bytes that holds the tensors that all ranks of a set need.
+    """A sequence of bytes (the line) that holds the tensors that all ranks of a set need.
 
     The layout of the line is the same on all of these ranks.
 

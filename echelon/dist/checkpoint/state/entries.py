@@ -1,4 +1,4 @@
-"""List a state's entries with their kinds, and map the parameters in the entries to paths."""
+"""List a state's entries with their kinds, and map the parameters of its modules to paths."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _local(tensor: Tensor) -> Local:
 
 
 def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
-    """Locate a range of a slice's elements in the full tensor.
+    """Split a range of a slice's elements into pieces, each with its position in the full tensor.
 
     Args:
         data: the elements of the range.
@@ -154,7 +154,10 @@ def owner(tensor: Tensor) -> Tensor:
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Wrap local elements as optimizer state for `like`, as a DTensor if `like` is one."""
+    """Return local elements as a DTensor with the placements of `like`.
+
+    If `like` is not a DTensor, the elements are returned unchanged.
+    """
     if not is_dtensor(like):
         return data
     return type(like).from_local(

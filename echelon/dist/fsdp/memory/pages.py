@@ -24,8 +24,8 @@ class Pages:
     """The idle memory of released storages, which is still mapped at the storages' addresses.
 
     Args:
-        limit: a function that returns the maximum number of idle bytes; None means no maximum. In
-            both cases, memory is retained only if another storage can use it.
+        limit: a function that returns the maximum number of idle bytes; None means no maximum. With
+            or without a maximum, a storage's memory is retained only if another can use it.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None) -> None:

@@ -116,7 +116,7 @@ class HostStorage(Storage):
             self.give_back(keep)
 
     def give_back(self, keep: Sequence[tuple[int, int]] = ()) -> None:
-        """Return the pages to the system, except for the ranges of elements in `keep`."""
+        """Return the pages to the system, except those that hold elements of the ranges `keep`."""
         position = 0
         for first, last in [*keep, (self.num_bytes // self._itemsize,) * 2]:
             start = -(-position * self._itemsize // PAGE_BYTES) * PAGE_BYTES
@@ -192,7 +192,7 @@ class Pool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Return a tensor obtained from `acquire` to the pool."""
+        """Give back to the pool a tensor that was obtained from `acquire`."""
         raw = self._lent.pop(buffer.data_ptr(), None)
         if raw is not None:  # else lent before `clear`
             self._free.append(raw)

@@ -113,7 +113,7 @@ class Entry:
         return self.sync and not self.held
 
     def awaits(self) -> set[Hashable]:
-        """Return the parameters whose gradients are still awaited in this backward pass."""
+        """Return the parameters that have not received a gradient in this backward pass yet."""
         if self.missing is None:
             self.missing = self.facts.trained()
         return self.missing

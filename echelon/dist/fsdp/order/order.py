@@ -207,7 +207,7 @@ class Order:
         return self._residency.take()
 
     def backward_completes(self) -> Actions:
-        """Complete the backward pass by releasing the units that the program does not hold."""
+        """Complete the backward pass; release every unit that is not held (see `Entry.held`)."""
         run = self._running()
         if run.recordings:
             self._last_run = [weakref.ref(one) for one in run.recordings]

@@ -74,7 +74,7 @@ class Recording:
         return any(entry.reduces and entry.facts.has_gradients() for entry in self.unreduced)
 
     def complete(self, partners: set[int]) -> bool:
-        """Record that a backward pass is complete; return whether it reduced all units.
+        """Record that a backward pass is complete; return whether no gradients are left to reduce.
 
         Args:
             partners: the numbers of the outermost units that took part in the backward pass.

@@ -73,7 +73,7 @@ class Run:
             recording.ended = {one: None for one in recording.ended if one in self._to_gather}
 
     def reaches(self, recording: Recording) -> bool:
-        """Return whether autograd has reached any unit of a recording."""
+        """Return whether autograd has reached any unit whose forward pass is in `recording`."""
         units = (*recording.begun, *recording.ended)
         if self.is_again:
             units = (*units, *recording.begun_before)

@@ -172,7 +172,7 @@ class Flat:
             member.show_leaf()
 
     def show_shards(self) -> None:
-        """Make the modules use the shards, which take `requires_grad` from the leaves."""
+        """Make the modules use the shards; each shard takes over `requires_grad` from its leaf."""
         for member in self.members:
             member.show_shard()
 

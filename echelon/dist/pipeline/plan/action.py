@@ -23,7 +23,7 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """The kinds of actions; the values are used in the text format."""
+    """The kinds of actions; each value is the kind's name in the text format of plans."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -108,16 +108,16 @@ Sets = Sequence[Sequence[int]]  # of ranks with the same shards; one rank each w
 def without_replicas_elsewhere(
     partners: Sequence[int | None], sets: Sets, places: Sequence[Hashable]
 ) -> list[int | None]:
-    """Drop the partner of each rank whose shards have a replica at another place or machine.
+    """Drop the partner of each rank whose shards have a replica in another place.
 
     Args:
         partners: see `partners_of`.
         sets: the ranks, grouped into sets that hold the same shards.
-        places: the place (host or container) of each rank, or the machine if there are several
+        places: the place of each rank: its host or container, or its machine if there are several
             machines.
 
     Returns:
-        The partner of each rank; None if another place or machine has a replica of its shards.
+        The partner of each rank; None if another place has a replica of its shards.
 
     Example:
         >>> without_replicas_elsewhere([2, 3, 0, 1], [[0, 2], [1, 3]], ["a", "a", "b", "b"])

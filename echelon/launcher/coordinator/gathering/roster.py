@@ -106,7 +106,7 @@ class Roster:
 
     @property
     def avoided(self) -> tuple[str, ...]:
-        """The names of the nodes that new worlds avoid."""
+        """The names of the nodes that join a new world only if it would otherwise be too small."""
         return tuple(sorted(self._avoided))
 
     def count_without(self, names: Sequence[str]) -> int:

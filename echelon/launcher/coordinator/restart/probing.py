@@ -161,7 +161,7 @@ class Probing:
             self._note()
 
     def _ask(self, now_s: float) -> _Round:
-        """Ask the suspect nodes to run their own probes, and their partners to listen."""
+        """Ask the suspect nodes to run probes, and the nodes that they probe to listen."""
         tasks: dict[str, list[Task]] = {}
         links = list(self._links()) if NETWORK in self._probes else []
         token = new_token()

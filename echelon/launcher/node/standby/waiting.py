@@ -187,7 +187,7 @@ def environment(environ: Mapping[str, str], modules: Path) -> dict[str, str]:
 
 
 def check_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the process that checks whether the hook works."""
+    """Return the environment of a process that checks whether Python runs the standbys' hook."""
     return {**_hooked(environ), "ECHELON_STANDBY": "check"}
 
 

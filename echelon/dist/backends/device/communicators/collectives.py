@@ -18,7 +18,7 @@ _ON_BOOL = {"bor": "max", "max": "max", "band": "min", "min": "min"}
 def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> str:
     """Return the reason the library cannot run this kind of operation, or "" if it can.
 
-    bool arrays are reduced as bytes, with "or" as the maximum and "and" as the minimum.
+    Bool arrays are reduced as bytes; "or" is computed as a maximum, and "and" as a minimum.
     """
     del kind  # bytes can always be moved
     if not reduce_op:

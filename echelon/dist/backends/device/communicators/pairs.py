@@ -125,7 +125,7 @@ class Lane:
     def open(
         self, opened: Callable[[BaseException | None], None], check: Callable[[], None]
     ) -> None:
-        """Start connecting the lane without blocking, unless a message has already begun to do so.
+        """Start connecting the lane, unless it is already connected or connecting. Does not block.
 
         Args:
             opened: a function that is called once, on any thread, with None on success or the error
