@@ -262,7 +262,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @property
     def state(self) -> GroupState:
-        """The state of this rank's operations on the group, and how the group ended if it has."""
+        """The state of the group and of this rank's operations on it."""
         return self._state
 
     def _check_object_call(self, call: str, root: int = 0) -> int:

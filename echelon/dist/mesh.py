@@ -173,7 +173,7 @@ def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
 
 
 def _make_alone(world_size: int) -> ProcessGroup:
-    """Create a separate group for every rank; return this rank's group."""
+    """Create a group with a single member for every rank; return this rank's group."""
     own: ProcessGroup | None = None
     for rank in range(world_size):
         own = new_group([rank], name="alone") or own

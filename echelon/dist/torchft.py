@@ -106,10 +106,10 @@ class ProcessGroupEchelon(ProcessGroup):  # type: ignore[misc]  # torchft is unt
         return self._echelon.error
 
     def abort(self) -> None:
-        """End the current group on all its members, even while the group is being created.
+        """Abort the current group on all its members, even while the group is being created.
 
-        Waiting operations and `configure` raise CollectiveError within 1 s. The method can be
-        called on any thread.
+        Operations and `configure` calls that are waiting raise CollectiveError within 1 s. The
+        method can be called on any thread.
         """
         self._echelon.abort()
 

@@ -58,7 +58,7 @@ def _ticks(fields: list[str]) -> int:
 
 
 def _ticks_below(pid: int) -> int:
-    """Return the CPU time, in ticks, of a process's live descendants."""
+    """Return the total CPU time, in ticks, of a process's live descendants."""
     stats = [read_text(f"/proc/{child}/stat", "stat", []) for child in descendants(pid)]
     rows = [stat.rpartition(")")[2].split() for stat in stats]
     return sum(_ticks(fields) for fields in rows if len(fields) >= 22)

@@ -40,7 +40,7 @@ _CALL = re.compile(r"(-?\d{1,10})((?: 0x[0-9a-f]{1,16})*)")
 
 
 def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[HostThread, ...]:
-    """Return up to `limit` threads, main thread first.
+    """Return up to `limit` threads of a process, main thread first.
 
     The names of files that this process may not read are added to `denied`.
     """

@@ -108,7 +108,7 @@ class Failover:
         self._extend(until_s, self._world_term, node)
 
     def _extend(self, until_s: float, term: int, node: NodeAgent) -> None:
-        """Extend this node's permit, unless its ranks were started in a term other than `term`."""
+        """Extend the permit, unless this node's ranks were started in a term other than `term`."""
         if node.has_workers and term != self._world_term:
             return
         if until_s > self._fence_s + _LEAST_MOVE_S:

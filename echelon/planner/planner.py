@@ -31,9 +31,9 @@ class Candidate:
     """A layout that fits in memory, with its estimated memory use and step time.
 
     Attributes:
-        step_s: the low, likely and high estimates of a step's duration; 90 % of the draws lie
-            between low and high.
-        wins: the fraction of draws in which this layout is the fastest.
+        step_s: the low, likely and high estimates of a step's duration; 90 % of the random draws
+            of the machine's figures give a duration between low and high.
+        wins: the fraction of the draws in which this layout is the fastest.
         is_tie: whether the estimates cannot distinguish this layout from the fastest layout.
     """
 

@@ -104,8 +104,8 @@ def meeting_key(number: int) -> str:
 def begun_key(rank: int) -> str:
     """Return the store key that a rank sets once it can continue after a loss.
 
-    The ranks' reports of this reach the launcher with a delay. If a node is lost before it has sent
-    its ranks' reports, the keys are still in the store.
+    The ranks also report to the launcher that they can continue, but these reports are delayed. If
+    a node is lost before it has sent them, the keys are still in the store.
     """
     return f"continuation/begun/{rank}"
 

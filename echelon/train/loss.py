@@ -167,7 +167,7 @@ def _recompute(ctx: Any, upstream: Tensor) -> _Gradients:
 
 
 class _Gradients:
-    """The gradients of `hidden` and `weight`, summed over chunks; None if not needed."""
+    """The gradients of `hidden` and `weight`, computed in chunks. An unneeded one is None."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, plan: _Plan, wants: tuple[bool, ...]
@@ -206,7 +206,7 @@ class _Gradients:
             self.of_weight.add_(slopes.t() @ states)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients in place, because a copy could be as large as the weight."""
+        """Multiply the gradients by `factor` in place; a copy could be as large as the weight."""
         for one in (self.of_hidden, self.of_weight):
             if one is not None:
                 one.mul_(factor)

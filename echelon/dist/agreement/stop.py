@@ -61,7 +61,7 @@ class _Stop:
         self.agreement.ask(self._wish)
 
     def reached(self) -> bool:
-        """Count a call; return whether all ranks agreed to stop at this call or an earlier one.
+        """Count this call; return whether all ranks agreed to stop at this or an earlier call.
 
         If this process has left its groups but not yet joined a new world, return False without
         counting the call.

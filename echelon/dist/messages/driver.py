@@ -115,7 +115,7 @@ class Driver:
             self._streams.wake()
 
     def cut(self, error: BaseException) -> None:
-        """Fail all current and future transfers with `error`; never blocks."""
+        """Fail all current and future transfers with `error`, without blocking."""
         if self._end is None:
             self._end = error
         self._streams.wake()

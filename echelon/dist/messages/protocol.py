@@ -355,7 +355,7 @@ class Protocol:
             self._end_receives(ANY_SOURCE, error)
 
     def end(self, error: BaseException) -> None:
-        """End all transfers with an error."""
+        """Fail all transfers with `error`."""
         for transfer in self.pending():
             transfer.finish(error)
         self._outboxes.clear()

@@ -61,7 +61,7 @@ class Evidence(Protocol):
         """Mark this rank as being in a monitored barrier while the block runs."""
 
     def publish(self, error: CollectiveError) -> None:
-        """Report to the other members why the group ended on this rank. Does not block."""
+        """Report to the other members the error that ended the group. Does not block."""
 
     def leave(self) -> None:
         """Notify the other members that this rank closed the group. Does not block."""

@@ -400,7 +400,7 @@ class GroupState:
             self.evidence.publish(error)
 
     def end_of(self, operation: Operation, raised: BaseException | None = None) -> CollectiveError:
-        """Return the error to raise for an operation of a group that has ended.
+        """Return the error to raise for an operation on a group that has ended.
 
         Args:
             raised: the engine's error for this operation, if the operation was in progress.

@@ -86,7 +86,7 @@ class CopiedState(ABC):
 
     @abstractmethod
     def _keep_rest(self, turn: int) -> None:
-        """Copy all state that `_make_writer` does not cover into slot `turn` (0 or 1).
+        """Copy to slot `turn` (0 or 1) all state that `_make_writer` does not cover.
 
         The slots are in this rank's own memory.
         """
@@ -339,13 +339,13 @@ def _hooked_first(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -
 
 
 def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:
-    """Return the state that the survivors restore, and the ranks that read its copies.
+    """Choose the version of the state to restore, and the survivors that read its copies.
 
     Args:
         rows: the result of `CopiedState.offers` on each survivor, by rank.
 
     Raises:
-        CopiesLostError: for every state, all copies of some shard are lost.
+        CopiesLostError: for every version, all copies of some shard are lost.
     """
     offers = {
         rank: [Offer(Version(step, epoch), owner) for epoch, step, owner in row["offers"]]

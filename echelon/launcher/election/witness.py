@@ -2,7 +2,7 @@
 
 The witness stores one `Elector` per job, in memory only. A witness that has been restarted has lost
 its promises, so it does not vote in a job until the job's host has registered again. A host can
-register only if its lease is valid without the witness, which rules out a host that has been
+register only if its lease is valid without the witness's vote, which rules out a host that has been
 replaced.
 """
 

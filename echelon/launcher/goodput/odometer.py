@@ -13,7 +13,7 @@ from echelon.recorder.format.schema import Live
 
 
 class Odometer:
-    """A reader of one rank's laps, with timestamps from the rank's own host.
+    """A reader of one rank's laps (runs of steps), with timestamps from the rank's own host.
 
     Attributes:
         unfinished: the times recorded so far for the unfinished step.

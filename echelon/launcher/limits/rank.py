@@ -1,9 +1,9 @@
 """Compare the durations of one rank's current operations and phases with earlier durations.
 
 [Note: phases excuse] A checkpoint, a compilation or an evaluation can take a long time while other
-ranks wait. Therefore, no rank is examined early while any rank is in a phase that does not have a
-limit or has not exceeded its limit. Phases in which operations have been called, such as a
-training epoch or a step, are ignored.
+ranks wait. Therefore, no rank is examined before the fixed stall limit while any rank is in a phase
+that does not have a learned limit or has not exceeded it. Phases in which operations have been
+called, such as a training epoch or a step, are ignored.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def bind(mode: str, num_workers: int, environ: Mapping[str, str]) -> list[frozen
 
 
 def describe(mode: str, processors: Sequence[frozenset[int]]) -> str:
-    """Return a line for the user that lists the processors of each worker."""
+    """Return a line that shows the user which processors each worker may use."""
     if len(processors) > 1 and len(set(processors)) == 1:
         shown = f"only one choice on this machine: all ranks get processors {runs(processors[0])}"
     else:

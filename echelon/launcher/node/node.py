@@ -271,7 +271,7 @@ class NodeAgent:
         )
 
     def _set_aside(self, worker: Worker) -> None:
-        """Forget what was observed of a lost rank, move its ring to disk, and rename its folder."""
+        """Forget all observations of a lost rank, move its ring to disk, and rename its folder."""
         for known in (self._sighting, self._standings):
             if known is not None:
                 known.forget(worker.rank)

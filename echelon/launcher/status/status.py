@@ -113,7 +113,7 @@ def status_of(record: Record, now_mono_ns: int) -> RankStatus:
 def _step_s(record: Record) -> float | None:
     """Return the mean duration of the last few steps, in seconds; None if unknown.
 
-    A step counts as lasting from its first operation to the first operation of the next step.
+    A step lasts from its first operation to the first operation of the next step.
     """
     known = record.operations[record.operations["step"] >= 0]
     steps, stamps = known["step"].tolist(), known["created_mono_ns"].tolist()

@@ -44,7 +44,7 @@ def export_torch(
     *,
     prefix: str = DEFAULT_PREFIX,
 ) -> list[Path]:
-    """Write each rank's black box from an incident as a dump of torch's flight recorder.
+    """Convert the black boxes in an incident's folder to dumps of torch's flight recorder.
 
     Args:
         incident_dir: a folder that contains `rank_<r>` dumps or rings.

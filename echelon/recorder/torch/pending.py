@@ -60,7 +60,7 @@ class Pending:
             self.sweep_oldest()
 
     def finish_at(self, address: int) -> None:
-        """Record that the program's wait for the tensor at an address has returned."""
+        """Record that the program's wait for the tensor at an address has ended."""
         for record, (_, _, at) in list(self.works.items()):
             if address and at == address:
                 self._end(record)

@@ -13,7 +13,7 @@ def counter(start: int = 0, *, has_lock: bool | None = None) -> Callable[[], int
 
     Args:
         has_lock: whether the interpreter has a global lock, which makes `itertools.count` atomic.
-            None means that the function checks this itself.
+            None means that the interpreter is checked.
     """
     numbers = itertools.count(start)
     if has_lock is None:

@@ -202,10 +202,11 @@ class Recorder:
             return
 
     def call_after_steps(self, num_steps: int, action: Callable[[], None]) -> None:
-        """Call `action` once on the training thread, just before the end of a step is recorded.
+        """Call `action` once on the training thread, just before a step's end is recorded.
 
         Args:
-            num_steps: the number of the step, where the first recorded step is step 1.
+            num_steps: the step at whose end `action` is called, counted from the first recorded
+                step, which is 1.
         """
         self._after_steps = (num_steps, action)
 

@@ -70,8 +70,8 @@ class Session:
         """Return the current link, replacing it if it no longer works.
 
         Raises:
-            StoreError: the store is closed or belongs to another process, or an earlier quiet write
-                was refused.
+            StoreError: the store is closed or belongs to another process, or the server refused an
+                earlier write.
             StoreTimeoutError, StoreConnectionError: the server cannot be reached.
         """
         link = self._link

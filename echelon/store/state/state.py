@@ -235,7 +235,7 @@ class StoreState:
         return waiter
 
     def _claim(self, waiter: Waiter) -> None:
-        """Reserve a queue's item for a waiter whose wait is over and whose owner may now pop it."""
+        """Once a wait for a single queue is over, reserve an item for the waiter's owner."""
         key = waiter.keys[0] if waiter.keys else b""
         if waiter.wants is not Wants.CLAIM or key in self.values or len(waiter.keys) != 1:
             return

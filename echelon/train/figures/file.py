@@ -27,7 +27,7 @@ class FigureFile:
 
     Raises:
         OSError: the file cannot be opened or read.
-        ValueError: the file exists and is not a metrics log. The file is left unchanged.
+        ValueError: the file exists but is not a metrics log. The file is left unchanged.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:

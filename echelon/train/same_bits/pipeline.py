@@ -67,7 +67,7 @@ class SameBitsPipeline:
     Raises:
         ValueError: an argument is invalid, or the pipeline has tied parameters or no `replicas`;
             also raised in the cases listed for `SameBits`.
-        CollectiveMismatchError: the ranks' ranges are not contiguous or differ in `total`.
+        CollectiveMismatchError: the ranks' ranges are not contiguous, or their `Run.total` differs.
 
     Example:
         >>> mesh = DeviceMesh((2, 4), ("pp", "dp"))

@@ -65,7 +65,7 @@ class SameBits:
         ValueError: an argument is invalid, the optimizer is fused or Muon, the model uses
             DistributedDataParallel or tensor parallelism, no parameter requires gradients, or a
             unit is sharded across ranks that together do not hold all micro-batches.
-        CollectiveMismatchError: the ranks' ranges are not contiguous or differ in `total`.
+        CollectiveMismatchError: the ranks' ranges are not contiguous, or their `Run.total` differs.
 
     Example:
         >>> same = SameBits(model, optimizer, micro_batches=24, seed=1)

@@ -194,10 +194,10 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether the call at `place` is unprecedented after the calls just before it.
+    """Return whether the call at `place` is new in its context, the calls just before it.
 
-    This is the case if the same sequence of calls has occurred earlier, but was always followed by
-    other calls.
+    This is the case if the same context has occurred earlier, but was always followed by another
+    call.
     """
     keys = line.tolist()
     for length in (8, 4, 2, 1):

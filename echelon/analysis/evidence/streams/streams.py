@@ -102,7 +102,7 @@ class Streams:
     def messages(self) -> Mapping[tuple[Way, bool], Sequence[Message]]:
         """The pending sends and receives, keyed by ((group, sender, receiver), is_send).
 
-        The messages under each key are ordered by row.
+        Under each key, the messages are in the order of their rows in the rank's record.
         """
         found: dict[tuple[Way, bool], list[Message]] = {}
         for rank, facts in self.evidence.ranks.items():

@@ -69,7 +69,7 @@ class Divergence:
         return self.lanes.evidence.call(self.row(side[0]))
 
     def site(self, side: Sequence[int]) -> str:
-        """Return the call site at which a side made its call, or "" if unknown."""
+        """Return the call site of the members on one side of the vote, or "" if unknown."""
         return self.lanes.evidence.site(self.row(side[0]))
 
 

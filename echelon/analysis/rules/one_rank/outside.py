@@ -100,8 +100,9 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 def sleepers(picture: Picture) -> tuple[int, ...]:
     """Return the minority of ranks that sleep while the main threads of all other ranks wait.
 
-    The result is () if any rank has a record. Only waits in sends and receives are detected,
-    because other operations do not make the main thread itself wait.
+    The result is () if any live rank has a ring or recorded operations, or if a rank's threads are
+    unknown. Only waits in sends and receives are detected, because other operations do not make
+    the main thread itself wait.
     """
     return picture.remembered("sleepers", _sleepers)
 

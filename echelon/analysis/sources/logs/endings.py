@@ -35,7 +35,7 @@ _MAX_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A rank's ending as reported by a launcher. `code` is a return code as in `subprocess`."""
+    """How a rank ended, according to a launcher. `code` is a return code as in `subprocess`."""
 
     rank: int
     code: int
@@ -62,7 +62,7 @@ def endings_in(text: str) -> tuple[list[Ending], int]:
 
 
 def _first(text: str) -> int:
-    """Return the rank that torchrun reports as the first failure; -1 if none or several."""
+    """Return the rank that failed first according to torchrun; -1 if it names none or several."""
     if text.count(_TORCHRUN_ROOT) != 1:
         return -1
     match = _TORCHRUN.search(text, text.index(_TORCHRUN_ROOT))

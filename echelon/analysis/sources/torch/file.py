@@ -54,8 +54,8 @@ def read_torch_file(path: Path, rank: int) -> TorchFile:
     """Read one dump.
 
     Raises:
-        DumpFormatError: the file is neither a plain pickle nor JSON, or is not a flight recorder
-            dump.
+        DumpFormatError: the file is not a flight recorder dump, stored as a plain pickle or as
+            JSON.
     """
     top = _load(path)
     if not isinstance(top, dict) or not any(key in top for key in _KEYS):

@@ -117,8 +117,10 @@ class ReadRows:
     """The contents of one file's entries.
 
     Attributes:
-        tops: the highest counters of each (name, description) pair.
-        called_only: the pairs for which the recorder logs calls but not completions.
+        tops: the highest counters of each process group, keyed by an index into
+            `TorchRows.pairs`.
+        called_only: the indices of the groups for which the recorder logs calls but not
+            completions.
         counts_in_status: True if `pg_status` counts collectives in the same way as the entries.
     """
 
@@ -245,7 +247,7 @@ class TorchRows:
         tops: Mapping[int, Tops],
         status: Mapping[int, tuple[int, int]],
     ) -> npt.NDArray[Any]:
-        """Merge each entry that closes a block into the block's other entries; mark timeouts."""
+        """Merge the entries of each coalesced block, and mark the operations that timed out."""
         gave_up = retired & (rows["state"] != State.COMPLETED)
         if gave_up.any():
             rows["error"][gave_up] = self._tables.text(_GAVE_UP)

@@ -1,4 +1,4 @@
-"""Define the codes that members store in shared memory to report why a group ended."""
+"""Define the codes that members store in shared memory to report why they left a group."""
 
 from __future__ import annotations
 

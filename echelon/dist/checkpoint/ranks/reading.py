@@ -129,7 +129,7 @@ class _Reading:
 
 
 def _put(line: Line, first: int, content: Tensor) -> None:
-    """Copy `content`, a line's bytes from byte `first` onward, into the line's tensors."""
+    """Copy `content`, the bytes of a `Line` from byte `first` onward, into the line's tensors."""
     for piece in line.pieces(first, first + content.numel()):
         start, length = piece.elements()
         part = content[piece.first - first : piece.last - first].view(piece.dtype)

@@ -63,7 +63,8 @@ def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
         data: this rank's tensor of the same shape, such as the parameter's optimizer state.
 
     Raises:
-        ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
+        ValueError: a DTensor holds partial sums, or the indices of this rank's elements in it are
+            not evenly spaced.
     """
     parts, own, first = pieces(parameter), elements(data), 0
     if len(parts) == 1:

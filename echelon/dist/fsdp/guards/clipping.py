@@ -121,7 +121,7 @@ def _groups(
 
 
 def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
-    """Return the groups over which parameters are sharded, largest first."""
+    """Return the groups across which parameters are sharded, largest first."""
     found = {member.flat.group: None for member in members}
     return sorted(found, key=lambda group: -group.size)
 

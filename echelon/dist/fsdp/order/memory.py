@@ -33,7 +33,7 @@ class Residency:
         return actions
 
     def clear(self) -> None:
-        """Drop the current event's actions, and forget which units were gathered ahead."""
+        """Drop the current event's actions, and forget which units were gathered ahead of use."""
         self._actions.clear()
         self._ahead.clear()
 

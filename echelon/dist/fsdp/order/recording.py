@@ -70,7 +70,7 @@ class Recording:
         return other is self or (self.partners is not None and other.number in self.partners)
 
     def wants_reduction(self) -> bool:
-        """Return whether gradients of an earlier backward pass must be reduced now."""
+        """Return whether gradients of an earlier backward pass still have to be reduced."""
         return any(entry.reduces and entry.facts.has_gradients() for entry in self.unreduced)
 
     def complete(self, partners: set[int]) -> bool:

@@ -23,7 +23,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 class Reducer:
-    """The reductions of one backward pass. All ranks must call `start` in the same order.
+    """The reductions of one backward pass. All ranks must start the units in the same order.
 
     Args:
         pool: the source of buffers.

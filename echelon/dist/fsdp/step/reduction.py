@@ -46,7 +46,7 @@ class Reduction:
         self._is_across = False
 
     def collect(self, member: Member) -> None:
-        """Copy a gradient into the buffer and free it.
+        """Copy a gradient into the buffer, and free the gradient.
 
         Before the buffer is allocated, small gradients are left in `.grad`, and `start` collects
         them.

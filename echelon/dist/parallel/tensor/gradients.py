@@ -96,7 +96,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters of the same dtype and device into buckets of limited size."""
+    """Group parameters of the same dtype on the same device into buckets of limited size."""
     buckets: list[list[nn.Parameter]] = []
     open_ones: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

@@ -67,7 +67,7 @@ class WeightHalf:
     _deferred: list[_Deferred] = field(default_factory=list)
 
     def run(self) -> None:
-        """Add each deferred parameter's gradient to its `.grad`, and free the graph."""
+        """Compute the deferred gradients, add them to each `.grad`, and free the graph."""
         with recomputed_once():
             for one in self._deferred:
                 one.run()

@@ -176,7 +176,7 @@ def _backward(message: Action, index: _Index) -> Action:
 
 
 def _check_sharding(plan: Plan) -> None:
-    """Check that, in a row with sharding actions, each stage is gathered whenever it computes."""
+    """Check that a rank whose row has sharding actions gathers each stage before running it."""
     for rank, row in enumerate(plan.rows):
         if not any(action.kind in SHARDING for action in row):
             continue

@@ -78,7 +78,7 @@ class Scalars:
         return {dtype: torch.stack(values) for dtype, values in self._values.items()}
 
     def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """For each added scalar, yield the parameter's name, the state's key and a copy."""
+        """Yield each added scalar as (parameter name, state key, copy of the scalar)."""
         for name, key, dtype, place in self.places:
             yield name, key, self._values[dtype][place].clone()
 

@@ -49,7 +49,7 @@ class Facts:
         self._groups: dict[int, dict[str, Any]] = {}  # for groups that have no parameters here
 
     def add(self, facts: dict[str, Any]) -> None:
-        """Add the settings in the index of one copy of the state to these facts."""
+        """Add to these facts the settings in the index of one copy of the state."""
         for name, is_training in facts["modes"].items():
             self._modes.setdefault(name, set()).add(is_training)
         self._trains |= facts["trains"]

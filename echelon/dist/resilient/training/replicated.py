@@ -57,7 +57,7 @@ class Training(Generic[_T]):
     """One call to `run` on this rank.
 
     Args:
-        joins: the newest epoch in which other ranks join, as seen by this rank.
+        joins: the newest epoch in which other ranks join, as far as this rank knows.
     """
 
     def __init__(

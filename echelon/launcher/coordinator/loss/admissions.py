@@ -51,10 +51,10 @@ class Admissions:
         return self._epochs.number
 
     def waiting(self, world: World) -> list[int]:
-        """Return the ranks to admit now.
+        """Return the lost ranks whose new processes are waiting to join.
 
-        These are the ranks whose processes are waiting to join. The list is empty while a rank has
-        yet to enter the newest epoch, and after a rank has finished all its steps.
+        The list is empty while a rank has yet to enter the newest epoch, and after a rank has
+        finished all its steps.
         """
         known = self._reports.read(world)
         if self._epochs.awaited is not None or are_finishing(known):

@@ -39,7 +39,7 @@ class Losses:
     """The losses of ranks in the current attempt.
 
     Args:
-        report: the job's report, to which each survived loss is added.
+        report: the job's report, to which each loss that an attempt survives is added.
         say: prints a line for the user.
         note: called with the attempt's number and the printed line whenever an attempt continues
             after a loss.

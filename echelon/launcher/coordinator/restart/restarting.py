@@ -76,7 +76,7 @@ class Restarting:
         return False
 
     def decide(self, world: World, end: EndAttempt) -> bool:
-        """Return whether another attempt follows, and report the reason."""
+        """Decide whether another attempt follows, and report the reason for the decision."""
         self.over, self.suspected = world.number, None
         self._revise()
         known: list[Failure] = []

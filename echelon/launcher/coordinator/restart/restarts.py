@@ -134,10 +134,11 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether a restart is free, so that it uses up none of the budget.
+        """Return whether a restart is free, i.e. does not count against `--max-restarts`.
 
-        A restart of an elastic job is free if nodes were lost or have left. After `FREE_LOSSES`
-        losses in succession that each ended a world within `SHORT_S`, the next one is not free.
+        A restart of an elastic job is free if nodes were lost or have left. However, after
+        `FREE_LOSSES` consecutive losses that each ended a world within `SHORT_S`, a restart after
+        another such loss is not free.
         """
         if not self._is_elastic or not (lost or left):
             return False

@@ -99,7 +99,7 @@ class Texts:
         return self.intern(text_of(name)[:_SPAN_CHARS])
 
     def span_detail(self, detail: object) -> int:
-        """Return a reference to a span's detail, truncated to a maximum length."""
+        """Truncate a span's detail to a maximum length, and return a reference to it."""
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
