@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """The rule that determines which ranks a finding explains, apart from its culprits."""
+    """The rule that determines which ranks, other than the culprits, a finding explains."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"

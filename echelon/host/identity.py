@@ -70,7 +70,7 @@ def find_process(own_pid: int, ticks: int) -> int | None:
 
 
 def pid_inside(pid: int) -> int:
-    """Return a process's pid in its own PID namespace, or `pid` if that pid cannot be read."""
+    """Return a process's pid in its own PID namespace; if it cannot be read, return `pid`."""
     try:
         text = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except OSError:

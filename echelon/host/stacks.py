@@ -35,7 +35,7 @@ def _program() -> str | None:
 
 
 def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S, denied: list[str] | None = None) -> str:
-    """Return the Python stacks of all threads in faulthandler's format, or "" if unavailable.
+    """Return the Python stacks of a process in faulthandler's format, or "" if unavailable.
 
     Args:
         denied: a list to which `TRACING` is added if py-spy is not permitted to trace the process.

@@ -27,7 +27,7 @@ def is_shortage(err: BaseException) -> bool:
 
 
 def raise_descriptor_limit(num_ranks: int, num_links: int) -> None:
-    """Raise this process's soft limit on descriptors to the hard limit.
+    """Raise this process's soft limit on open file descriptors to the hard limit.
 
     Args:
         num_ranks: the number of ranks on this node.

@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh for `parallelize`, with the schedule and the number of micro-batches of a step.
+    """A mesh for `parallelize`, with the schedule and the number of micro-batches in a step.
 
     Attributes:
         pp, replicate, shard, tp: the number of ranks along each axis, outermost axis first.

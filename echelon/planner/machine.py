@@ -29,7 +29,7 @@ class Figure:
     high: float
 
     def __post_init__(self) -> None:
-        """Check that the three numbers are in ascending order.
+        """Check that `low`, `likely` and `high` are in ascending order.
 
         Raises:
             ValueError: the numbers are negative, not finite or not in ascending order.

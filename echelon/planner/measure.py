@@ -132,7 +132,7 @@ def _calls(world: ProcessGroup, group: ProcessGroup, x: Any, number: int) -> lis
 
 
 def _overlap(world: ProcessGroup, product: Callable[[], object]) -> dict[str, float]:
-    """Return how much of a collective's time computation can hide, as a fraction with bounds.
+    """Return the fraction of a collective's time that computation can hide, with bounds.
 
     Collective.
     """

@@ -1,4 +1,4 @@
-"""Compute the numbers of weights and operations of a decoder-only transformer."""
+"""Compute the number of weights and the FLOPs of a decoder-only transformer."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def measure_offset(
     num_rounds: int = NUM_ROUNDS,
     now: Callable[[], int] = time.monotonic_ns,
 ) -> ClockOffset:
-    """Measure the offset to rank 0's clock by round trips.
+    """Measure the offset to rank 0's clock by making round trips to rank 0.
 
     Args:
         ask: a function that makes one round trip to rank 0 and returns the reading of rank 0's

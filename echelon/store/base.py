@@ -200,7 +200,7 @@ class Store(ABC):
         self._do_queue_push(arguments.key(key), arguments.value(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
-        """Remove and return the oldest item of a queue; wait for an item unless `block` is False.
+        """Remove and return the oldest item in a queue; wait for an item unless `block` is False.
 
         Raises:
             StoreError: the queue is empty and `block` is False.

@@ -56,7 +56,7 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
 
     def clone(self) -> MemoryStore:
-        """Return another store for the same keys."""
+        """Return another store object that shares the same keys and values."""
         twin = MemoryStore(self._timeout_s, observer=self._observer)
         twin._state, twin._lock = self._state, self._lock
         return twin

@@ -178,7 +178,7 @@ class FiniteGuard:
         return NonFinite(rank=first, parameter=names[ranks.index(first)], ranks=tuple(sorted(bad)))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts of skipped steps, for a checkpoint. They are equal on all ranks."""
+        """Return the counts of skipped steps, for a checkpoint. All ranks return equal counts."""
         return {"num_skipped": self._num_skipped, "num_in_a_row": self._num_in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -68,7 +68,7 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 
 
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
-    """Find the host with broken links to the most hosts; return its ranks that have such links.
+    """Find the host that has broken links to the most hosts; return its ranks with broken links.
 
     If several hosts tie, return the rank that has broken links to the most ranks, or () if several
     ranks tie as well.

@@ -1,4 +1,4 @@
-"""Prepare the input of the rules: the evidence, and facts derived from the evidence.
+"""Prepare the input for the rules: the evidence, and facts derived from the evidence.
 
 A `Picture` is created once per analysis. It contains facts, such as which rank is inside which
 operation, but no conclusions.
@@ -99,7 +99,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Return the old waits and all newer waits on which they depend, directly or indirectly."""
+        """Return `old` and all newer waits on which these depend, directly or indirectly."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:

@@ -123,7 +123,7 @@ class PartialBlocks:
                 message[at + begin : at + end] = values[begin - start : end - start]
 
     def read(self, message: torch.Tensor) -> torch.Tensor:
-        """Return `block_sums` of the full parameter; `message` is the sum of all ranks' messages.
+        """Return the full parameter's `block_sums`, given the sum of all ranks' messages.
 
         The result shares memory with `message`, which is overwritten.
         """

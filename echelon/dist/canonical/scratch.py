@@ -24,7 +24,7 @@ class Scratch:
         self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor of shape [numel] in the reused memory."""
+        """Return an uninitialized tensor of shape [numel], in memory that later calls reuse."""
         kept = self._kept.get((dtype, device))
         if kept is None or kept.numel() < numel:
             kept = torch.empty(numel, dtype=dtype, device=device)

@@ -120,7 +120,7 @@ def combine(
     Args:
         nodes: nodes with their values, in ascending order without gaps, beginning at the range's
             start.
-        run: the range that the merged nodes must not exceed.
+        run: the range in which the merged nodes must lie.
         add: a function that adds two values; its first argument is the left value.
 
     Returns:

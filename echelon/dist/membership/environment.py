@@ -8,7 +8,7 @@
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; otherwise, rank 0 hosts it |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | the namespace of this attempt's keys |
 | ECHELON_ON_LOSS | "shrink" or "replace": the launcher's response to the death of a rank |
-| ECHELON_JOIN_AFTER | the number of an epoch; this process joins a running world in a later one |
+| ECHELON_JOIN_AFTER | an epoch's number; this process joins a running world in a later epoch |
 | ECHELON_LIFE | the number of earlier processes that had this rank in this attempt |
 | ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |
 """

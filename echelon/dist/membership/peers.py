@@ -62,7 +62,7 @@ class _Descriptors:
             return self._ended
 
     def release(self, process: Process) -> None:
-        """Release one use of a process's pidfd, and close the pidfd if no uses remain."""
+        """Release one reference to a process's pidfd, and close the pidfd if none remain."""
         with self._lock:
             fd, users = self._open.pop(process)
             if users > 1:

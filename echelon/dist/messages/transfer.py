@@ -118,7 +118,7 @@ class Transfer(Outcome):
         return [] if self.done else ranks  # it may have arrived while we looked
 
     def check(self) -> None:
-        """Raise an error if the transfer's watch, if any, requires one; see `Watch.check`."""
+        """Raise an error if the transfer's watch requires an abort; see `Watch.check`."""
         if self.watch is not None:
             self.check_with(self.watch)
 

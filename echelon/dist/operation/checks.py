@@ -98,8 +98,8 @@ def check_overlap(
     """Check by address that two arrays, even from different libraries, do not share memory.
 
     Args:
-        offset: the only allowed position of the small array, in bytes from the start of the large
-            array; -1 if no overlap is allowed.
+        offset: the only allowed position of `small`, in bytes from the start of `large`; -1 if no
+            overlap is allowed.
 
     Raises:
         ValueError: the arrays overlap at another position.

@@ -53,7 +53,7 @@ class Watcher:
         self._start()
 
     def remove(self, watched: Watched) -> None:
-        """Stop watching an object; the thread ends when no object is left."""
+        """Stop watching an object; if it was the last one, end the watcher's thread."""
         with self._guard:
             self._watched.discard(watched)
             thread = self._thread

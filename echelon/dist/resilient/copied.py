@@ -125,7 +125,10 @@ class CopiedState(ABC):
 
     @abstractmethod
     def contents(self) -> dict[str, Any]:
-        """Return the state that a joining rank needs besides the copies; see `fill`. Local."""
+        """Return the state that a joining rank needs besides the copies; see `fill`.
+
+        Not collective.
+        """
 
     @abstractmethod
     def fill(self, contents: dict[str, Any], step: int) -> None:

@@ -55,7 +55,7 @@ def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left
 
 
 def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
-    """Return the outermost pair of frames in which two stacks differ.
+    """Return the outermost pair of frames at which two stacks differ.
 
     Return None unless both frames are in the same function and the frame from `one` is at the
     later line.

@@ -128,8 +128,9 @@ class Sights:
     - 0, because the rank does not have an open ring
     - the number of dumps that torch wrote on its own
 
-    `dumped_rank` is the folded rank that wrote the latest dump; -1 if none of them wrote one. The
-    remaining fields summarize the histories of the folded ranks; see `limits.node.Summary`.
+    `dumped_rank` is the rank, among those aggregated in `folded`, that wrote the latest dump; -1 if
+    none of them wrote one. The remaining fields summarize the histories of these ranks; see
+    `limits.node.Summary`.
     """
 
     attempt: int

@@ -68,7 +68,7 @@ class Succession:
         return self._office.mandate
 
     def remaining_s(self) -> float:
-        """Return the number of seconds until this host's lease expires; 0 if it is not valid."""
+        """Return how many seconds this host's lease remains valid; 0 if it is no longer valid."""
         return self._office.remaining_s(now_s())
 
     def deadline_s(self) -> float:

@@ -57,7 +57,7 @@ class Book:
         return self._clock() - self._origin_ns
 
     def __call__(self, happening: o.Happening) -> None:
-        """Record an event of the job."""
+        """Record one of the job's events."""
         with self._lock:
             now = self._take(happening)
         if not isinstance(happening, o.LapsReported | o.RankEnded) or now >= self._due_ns:

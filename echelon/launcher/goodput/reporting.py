@@ -15,7 +15,7 @@ _NODES_PER_S = 32  # nodes that may report: a coordinator of thousands of ranks 
 
 
 class LapReports:
-    """A producer of reports on the laps of one attempt's workers on this node.
+    """The laps (ranges of steps) of this node's workers in one attempt, reported periodically.
 
     Args:
         words: a function that returns the counters in a rank's ring (its live words), or None if

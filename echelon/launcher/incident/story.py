@@ -131,7 +131,7 @@ class Victims:
         return "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the victims as an entry of report.json."""
+        """Return the victims as an entry in report.json."""
         return {"failed": list(self.failed), "stopped": list(self.stopped)}
 
 

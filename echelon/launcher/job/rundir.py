@@ -107,7 +107,7 @@ class RunDirectory:
         return _next_number(self.path.glob("rank_*/attempt_*"), _ATTEMPT)
 
     def free_attempt(self, ranks: range, wanted: int) -> int:
-        """Return the lowest attempt number not below `wanted` that none of the ranks has used."""
+        """Return the lowest attempt number, `wanted` or higher, that none of the ranks has used."""
         number = wanted
         while any(self.rank_dir(rank, number).exists() for rank in ranks):
             number += 1

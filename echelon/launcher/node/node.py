@@ -118,7 +118,7 @@ class NodeAgent:
             self._prepare_before_start()
 
     def _bind(self) -> Sequence[frozenset[int] | None]:
-        """Return the processors of each worker; None means all processors.
+        """Return the processors that each worker is allowed to use; None means all processors.
 
         Raises:
             LaunchError: there are too few processors or too few GPUs.
@@ -409,7 +409,7 @@ class NodeAgent:
             self._guard.signal(local_rank, signal.SIGKILL)
 
     def _replace_standby(self, local_rank: int) -> bool:
-        """Start a rank's process without a standby, because the standby has ended.
+        """Start a new process for a rank whose standby has ended.
 
         Return whether the process was started.
         """

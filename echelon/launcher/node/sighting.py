@@ -1,7 +1,7 @@
 """Report the state of this node's live ranks, for stall detection.
 
 Ranks with rings are combined into one row, so that the coordinator's work grows only with the
-number of nodes. Ranks that record nothing are examined from outside. Each of these ranks has its
+number of nodes. Each rank that records nothing is examined from outside its process, and has its
 own row.
 """
 

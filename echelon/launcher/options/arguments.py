@@ -33,7 +33,7 @@ _STOPPING = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line, without printing the usage."""
+    """An argument parser that reports an error on a single line, without printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""

@@ -22,7 +22,7 @@ _NUM_PORTS = 20000
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return defaults keyed by option name (`nnodes`, ...); {} if no scheduler is found."""
+    """Return the defaults from the scheduler, keyed by option name; {} if no scheduler is found."""
     if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
     if "OMPI_COMM_WORLD_SIZE" in environ:

@@ -47,7 +47,7 @@ class Fold:
         return any(h.due_s >= held.due_s and rank in h.ranks for h in self._held.values())
 
     def due(self, now_s: float) -> list[bytes]:
-        """Return the lines that have been held long enough."""
+        """Return the lines whose holding time has expired."""
         return self._take([h for h in self._held.values() if h.due_s <= now_s])
 
     def flush(self) -> list[bytes]:

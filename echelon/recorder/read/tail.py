@@ -22,7 +22,7 @@ MAX_NEW = 1024
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A call site and its group or span name, as references to the ring's texts."""
+    """A call site with its group's or span's name, as references to strings in the ring."""
 
     name: int  # the group's, or the phase's
     site: int

@@ -38,9 +38,9 @@ class SpanWriter(Protocol):
         """Record the end of a phase."""
 
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
-        """Record a phase that has already ended, given references to its texts.
+        """Record a phase that has already ended, given references to strings in the ring.
 
-        The phase does not count as progress. The method takes no lock and stores no text.
+        The phase does not count as progress. The method takes no lock and stores no strings.
         """
 
 

@@ -196,7 +196,7 @@ class StoreState:
         self._promises[key] = self._promises.get(key, 0) + 1
 
     def _serve_queue(self, key: bytes) -> None:
-        """Wake the waiters if the queue is not empty, and hand out unreserved items to them."""
+        """Wake a queue's waiters if it is not empty, and hand unreserved items to them."""
         waiters = list(self.waiting.get(key, ()))
         for waiter in waiters:
             if waiter.wants is Wants.WAKE and key in self.queues:

@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
         Args:
             x: the features of all positions.
-            rotary: the table of a `RotaryTable`; with None, queries and keys are not rotated.
+            rotary: the table of a `RotaryTable`; if None, queries and keys are not rotated.
             mask: for each position, the positions that it can attend to: bool [B, 1, T, T]. None
                 means the position itself and all earlier positions.
         """

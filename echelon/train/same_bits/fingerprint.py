@@ -65,7 +65,7 @@ def joined(stages: Iterable[dict[str, _T]]) -> dict[str, _T]:
 def _hashes(
     prefix: str, module: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, str]:
-    """Return one hash per parameter, including its optimizer state, and one hash per buffer."""
+    """Return a hash of each parameter with its optimizer state, and a hash of each buffer."""
     divided = {id(shard.parameter): shard for shard in shards(module).values()}
     found = {}
     for name, parameter in module.named_parameters():

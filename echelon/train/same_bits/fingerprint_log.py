@@ -23,7 +23,7 @@ class FingerprintLog:
     """A log of one rank's hashes; each method writes one line before it returns.
 
     Args:
-        folder: the folder of the file; created if it does not exist.
+        folder: the folder for the log file; created if it does not exist.
         rank: this process's rank, which is part of the file's name.
 
     Raises:

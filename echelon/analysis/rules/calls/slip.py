@@ -149,7 +149,7 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return a sign of a slip if `odd` has exhausted its data loader but `usual` has not."""
+    """Return evidence of a slip if `odd` has exhausted its data loader but `usual` has not."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False

@@ -52,8 +52,7 @@ class Laggards:
 def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
     """Return the members that most often arrived last, or None if there were too few collectives.
 
-    The result is a single rank, the ranks of one host, or a few ranks, all of which arrive
-    after the remaining ranks.
+    The result is a single rank, the ranks of one host, or a few ranks that are late together.
 
     Args:
         hosts: the host of each member: [num_members].

@@ -89,7 +89,7 @@ class Lines(NamedTuple):
 
 
 def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
-    """Return the lines that this rank belongs to. Collective.
+    """Return the `Line`s with tensors that both this rank and other ranks need. Collective.
 
     The ranks exchange at most 8 bytes per tensor.
     """

@@ -1,4 +1,4 @@
-"""Limit the memory that sharding uses in addition to that of the unit being computed.
+"""Limit the memory that sharding uses beyond that of the unit being computed.
 
 A third of the budget is reserved for each of three uses: units gathered ahead, gradients being
 reduced, and idle memory for the next gather. Decisions depend only on the sizes and the order of

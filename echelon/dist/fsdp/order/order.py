@@ -57,7 +57,7 @@ class Order:
 
     @property
     def entries(self) -> list[Entry]:
-        """The existing units, sorted by number."""
+        """The units that have not been garbage-collected, sorted by number."""
         found = list(self._entries.values())
         return sorted(found, key=lambda entry: entry.number)
 

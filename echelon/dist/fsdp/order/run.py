@@ -165,8 +165,8 @@ class Run:
     def _after(self, entry: Entry) -> list[Entry]:
         """Return the units that autograd is expected to reach after a unit.
 
-        If there are several recordings, the result contains only units whose recordings have always
-        taken part in the same backward passes.
+        If several recordings can take part in this run, the result contains only units from
+        recordings that have always taken part in the same backward passes as the unit's own.
         """
         if len(self.recordings) == 1:
             return self._to_gather

@@ -105,7 +105,7 @@ def make_row(name: str, module: nn.Module, setting: Setting) -> None:
 def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
     """Split an embedding's rows evenly across the ranks, if possible; otherwise leave it whole.
 
-    If the embedding is split, each rank looks up only the tokens of its own rows.
+    If the embedding is split, each rank looks up only the tokens whose rows it holds.
     """
     embedding = _embedding(name, module)
     if embedding.num_embeddings % setting.group.size:

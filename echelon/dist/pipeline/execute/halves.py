@@ -44,7 +44,7 @@ Node = Any  # torch.autograd.graph.Node; its attributes depend on the function
 
 @dataclass
 class _Deferred:
-    """A node with parameters whose gradients are deferred, and the node's incoming gradients."""
+    """An autograd node whose parameter gradients are deferred, with its incoming gradients."""
 
     node: Node
     parameters: list[torch.Tensor]

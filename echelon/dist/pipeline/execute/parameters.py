@@ -94,7 +94,10 @@ class Tied:
         self._kept, holder.grad = holder.grad, None
 
     def gradient(self) -> torch.Tensor:
-        """Return the parameter's full gradient in this step. Collective among its shards' ranks."""
+        """Return the parameter's full gradient in this step.
+
+        Collective among the ranks that hold a shard of the parameter.
+        """
         holder = self.holder()
         shard = shards(self._stage.module).get(self.name)
         if shard is None:

@@ -19,7 +19,7 @@ from echelon.dist.pipeline.simulate.costs import Costs, of_stage
 def fitted(
     rank_of_stage: Sequence[int], num_microbatches: int, costs: Costs, memory_bytes: float
 ) -> list[list[Action]] | None:
-    """Return the rows of the schedule, or None if memory is too small to make progress.
+    """Return one row of actions per rank, or None if the memory limit makes progress impossible.
 
     Args:
         rank_of_stage: the rank that holds each stage.

@@ -11,7 +11,10 @@ _MOST_LINES = 2000
 
 
 def draw_grid(simulation: Simulation, step: float | None = None) -> str:
-    """Return the grid: an action's text in its first line, `|` while it runs, `.` for idle time.
+    """Draw the schedule as a grid with a column for each rank and time running downward.
+
+    The cell in which an action starts contains the action's text. `|` means that the action is
+    still running, and `.` means that the rank is idle.
 
     Args:
         simulation: the simulation to show.

@@ -142,7 +142,7 @@ def choose(offers: Mapping[int, Iterable[Offer]], sets: Mapping[int, Sets]) -> C
             the same shards.
 
     Raises:
-        CopiesLostError: no state has copies of all its shards.
+        CopiesLostError: there is no state for which survivors hold copies of all shards.
     """
     found: dict[Version, dict[int, int]] = defaultdict(dict)
     for survivor in sorted(offers):

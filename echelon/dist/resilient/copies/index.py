@@ -1,6 +1,6 @@
-"""Describe the contents of a buffer of shards in an index that is encoded without pickle.
+"""Encode and decode an index of the shards that a buffer contains, without using pickle.
 
-A copy can come from another host, so decoding its index must never execute code.
+A buffer can come from another host, so decoding its index must never execute code.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class CopyMemory:
         os.pwrite(self._fd, _NONE, _TOKEN_BYTES)
 
     def content(self, num_bytes: int) -> torch.Tensor:
-        """Return a view of the content, [num_bytes] of uint8; grow the memory if necessary.
+        """Return a view of the content, uint8 [num_bytes]; grow the memory if necessary.
 
         Raises:
             OSError: the host has no memory left.

@@ -102,7 +102,7 @@ class Admissions:
         return joining
 
     def withdrawn_by(self, ended: Iterable[int], known: Known) -> int:
-        """Return the epoch to withdraw after a loss; 0 if the loss affects the other ranks.
+        """Return the number of the epoch to withdraw after a loss; 0 if other ranks are affected.
 
         If all of the lost ranks were still joining, and no other rank has been lost since their
         admission, the other ranks are not affected. In this case, only the epoch in which the lost

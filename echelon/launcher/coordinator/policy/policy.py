@@ -77,7 +77,7 @@ def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
 
 
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the earlier failures, beginning with the first one at the furthest step so far.
+    """Of the earlier failures, return the first one at the highest step and all that followed it.
 
     The list is empty if the current failure occurred at a later step than all earlier failures.
     """

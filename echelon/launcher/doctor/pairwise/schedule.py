@@ -10,7 +10,7 @@ Pair = tuple[int, int]
 
 
 def rounds(num_members: int) -> list[list[Pair]]:
-    """Return the pairs of each round. Each pair (a, b) with a < b occurs exactly once."""
+    """Return the pairs to measure per round. Every pair (a, b) with a < b occurs exactly once."""
     circle: list[int | None] = list(range(num_members))
     if num_members % 2:
         circle.append(None)  # its partner pauses

@@ -119,7 +119,7 @@ class Child:
 
 
 def _reap(wait_s: float = 0.0) -> None:
-    """Reap the killed children that have exited. Waits up to `wait_s` seconds in total."""
+    """Reap killed children as they exit, waiting up to `wait_s` seconds in total."""
     deadline_s = time.monotonic() + wait_s
     for process in _left:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,8 +1,8 @@
 """Keep `--standby N` processes ready on this node.
 
 The node's agent manages the standbys, and the guard is their parent. Standbys load one after
-another, at idle priority, while training is running steadily. When an attempt starts, its ranks
-take suitable standbys that are ready. All other ranks start as usual.
+another, at idle priority, while training is running steadily. When an attempt starts, each rank
+takes a suitable standby if one is ready; otherwise it starts as usual.
 
 If a standby ends unexpectedly, another one is started after a pause, until `_MAX_LOST` standbys
 have been lost. In the following cases, no standbys are kept ready, and the reason is reported in

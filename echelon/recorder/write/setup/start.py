@@ -90,7 +90,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
 
 
 def _was_left_by_another(path: Path) -> bool:
-    """Return whether a ring's writer belonged to this boot and PID namespace and has ended."""
+    """Return whether a ring's writer ran since this boot, in this PID namespace, and has ended."""
     try:
         owner = read_ring(path).identity
     except DumpFormatError:

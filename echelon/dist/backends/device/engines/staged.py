@@ -68,7 +68,7 @@ class StagedEngine:
         self._is_closed = False
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return the reason the host engine refuses a kind of operation, or "" if it accepts it."""
+        """Return why the host engine refuses a kind of operation, or "" if it is accepted."""
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:

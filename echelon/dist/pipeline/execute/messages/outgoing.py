@@ -70,7 +70,7 @@ class Outgoing:
         return all(work.done for work in self._sent)
 
     def finish(self) -> None:
-        """Block until all sends have completed, within the group's timeout.
+        """Block until all sends have completed. The group's timeout applies to each send.
 
         Raises:
             CollectiveError: the peer was lost or did not receive the data.

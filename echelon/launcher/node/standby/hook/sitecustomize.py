@@ -163,7 +163,7 @@ def _is_read_early(name: str, before: dict[str, str]) -> bool:
 
 
 def _listed(path: str) -> tuple[list[str], list[str]] | None:
-    """Return the modules that earlier ranks loaded, and the variables that they set.
+    """Return the modules that earlier ranks loaded, and the environment variables that they set.
 
     Return None if the file cannot be read.
     """
@@ -177,7 +177,7 @@ def _listed(path: str) -> tuple[list[str], list[str]] | None:
 
 
 def _named_in_script() -> tuple[list[str], list[str]]:
-    """Return the installed modules that the script imports, and the variables that it sets."""
+    """Return installed modules that the script imports, and environment variables that it sets."""
     import ast
     from importlib.util import find_spec
 
