@@ -468,7 +468,7 @@ class Peer(asyncio.Protocol):
             self.out.flush()
 
     def refuse(self, why: str) -> None:
-        """Close the connection after a violation of the protocol or a limit, and log the reason."""
+        """Close the connection after a protocol violation or an exceeded limit; log the reason."""
         if self.standing is Standing.CLOSED:
             return
         self.hub.log_refusal(self, why)
