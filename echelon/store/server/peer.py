@@ -347,7 +347,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def _receive_stranger(self, messages: Iterator[p.Message]) -> None:
-        """Execute the commands that a peer is allowed to send before it becomes a member."""
+        """Execute the commands that a peer is allowed to send before its standing is MEMBER."""
         for message in messages:
             if not self._is_admitted(message):
                 return
