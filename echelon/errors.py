@@ -33,7 +33,7 @@ class EchelonError(Exception):
     Example:
         >>> try:
         ...     load("runs/gone", {"step": 0})
-        ... except EchelonError as err:  # any error on this page
+        ... except EchelonError as err:  # catches every error in this module
         ...     print(type(err).__name__)
         CheckpointError
     """

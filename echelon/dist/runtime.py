@@ -81,7 +81,7 @@ class _World:
         return self.maker.make(ranks, name, store, self.timeout_s)
 
     def leave_groups(self) -> None:
-        """Close all groups and agreements, but stay connected to the store."""
+        """Close all groups and all `Agreement` objects, but stay connected to the store."""
         self.is_between = True
         while self.agreements:
             self.agreements.pop().close()

@@ -28,7 +28,7 @@ class Work:
 
     Example:
         >>> work = world.all_reduce(np.ones(1 << 20), async_op=True)
-        >>> loss = loss_fn(model(tokens), targets)  # computed while the ranks exchange
+        >>> loss = loss_fn(model(tokens), targets)  # computed during the exchange
         >>> work.wait()
         >>> work.done
         True

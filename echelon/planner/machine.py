@@ -22,7 +22,7 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A likely value and two bounds; about 90 % of random draws lie between the bounds."""
+    """A likely value and two bounds; about 90% of random draws lie between the bounds."""
 
     likely: float
     low: float

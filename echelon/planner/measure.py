@@ -5,8 +5,9 @@
 All groups of the same kind communicate at the same time, as they do in training. Inside a node, a
 group consists of consecutive ranks. Across nodes, a group consists of ranks with the same local
 rank. The compute rate is also measured on all ranks at the same time. Each figure is the median of
-repeated measurements, bounded by their 10th and 90th percentiles. The compute rate is then lowered
-and its bounds are widened, because training also does slower work between its matrix products.
+repeated measurements, with their 10th and 90th percentiles as its bounds. The compute rate is then
+lowered and its bounds are widened, because training also does slower work between its matrix
+products.
 
 Arrays are in host memory, and numpy computes the matrix products in fp32. For accelerators, pass
 the peak rate to `echelon plan` (`--peak-tflops`), and write the links file by hand from the results

@@ -139,9 +139,9 @@ def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
     """Return how many bytes of activations a block of `echelon.train.models` stores per token.
 
     A block stores the inputs and outputs of the norms (RMSNorm computes in fp32), the operands and
-    result of attention (with another copy after rotary positions), and the tensors inside the
-    feed-forward network. Tensor parallelism splits everything except the tensors of the norms.
-    Kernels that fuse these operations store less.
+    result of attention (a model with rotary position embeddings stores the result twice), and the
+    tensors inside the feed-forward network. Tensor parallelism splits everything except the tensors
+    of the norms. Kernels that fuse these operations store less.
     """
     if model.is_gated:
         norms = 2 * (model.width * (4 + 2 * compute_bytes) + 4)

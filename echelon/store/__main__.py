@@ -1,4 +1,4 @@
-"""Run `echelon store` as `python -m echelon.store`."""
+"""Make `python -m echelon.store` run `echelon store`."""
 
 from __future__ import annotations
 

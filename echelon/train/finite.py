@@ -159,8 +159,8 @@ class FiniteGuard:
         """Find the ranks that hold infinite or NaN gradients. Collective for the ranks of `over`.
 
         Returns:
-            These ranks, and the lowest of them with its first affected parameter; None if all
-            gradients are finite.
+            These ranks, the lowest of them, and the first affected parameter on that rank; None
+            if all gradients are finite.
 
         Raises:
             CollectiveError: a rank was lost or did not join.

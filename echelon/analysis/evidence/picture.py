@@ -167,7 +167,7 @@ class Picture:
 
     @property
     def in_trouble(self) -> bool:
-        """True if any rank is disturbed, or if a stall or a failure triggered the snapshot."""
+        """True if `disturbed` is not empty, or if a stall or a failure triggered the snapshot."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Export operations and spans as a Chrome trace, for chrome://tracing and ui.perfetto.dev.
 
 Each rank is a process with two tracks, one for operations and one for spans. Pending operations
-extend to the end of the trace. Times are microseconds since the first event, on rank 0's clock.
+extend to the end of the trace. Times are in microseconds since the first event, on rank 0's clock.
 """
 
 from __future__ import annotations

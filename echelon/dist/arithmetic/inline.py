@@ -18,10 +18,10 @@ _KINDS = frozenset({"all_reduce", "reduce", "reduce_scatter", "all_gather", "bro
 
 
 def pack(operation: Operation) -> Flat:
-    """Return the bytes to send: the operation's number, its call and, if it is small, its data.
+    """Return the bytes to send: the operation's number, its call and, if small, its data.
 
     The length is the same for every operation, so that ranks with different calls can still
-    compare them.
+    exchange the calls and compare them.
     """
     packed = np.zeros(HEAD_BYTES + _DATA_BYTES, np.uint8)
     packed[: len(operation.head)] = np.frombuffer(operation.head, np.uint8)

@@ -40,7 +40,7 @@ Create = Callable[[Members, PrefixStore, float], Engine]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The availability of a backend on this machine, and the `reason` if it is not ready."""
+    """Whether a backend is ready on this machine, and the `reason` if it is not."""
 
     name: str
     ready: bool

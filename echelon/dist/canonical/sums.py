@@ -67,8 +67,8 @@ class TreeSums:
         Args:
             number: the micro-batch's number. Each number in `run` must be added exactly once, in
                 ascending order.
-            vector: [numel], converted to the dtype of the sums. The caller must not use
-                the vector afterwards, because its memory might be reused for a sum.
+            vector: [numel]; the method converts it to the dtype of the sums. The caller must not
+                use the vector afterwards, because its memory might be reused for a sum.
 
         Raises:
             ValueError: `number` is not the next number, or the vector has the wrong length or

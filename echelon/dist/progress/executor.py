@@ -66,7 +66,7 @@ class Lane:
         return pending
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job on this thread if the lane is idle, otherwise on the lane's thread.
+        """Run a job on the calling thread if the lane is idle, otherwise on the lane's thread.
 
         Blocks until the job has ended.
         """

@@ -185,7 +185,7 @@ class GroupState:
             spent.collectives_s = before_s + time.monotonic() - began_s
 
     def launch(self, operation: Operation, record: int) -> Work:
-        """Start an admitted operation without waiting for its end.
+        """Start an admitted operation without waiting for it to end.
 
         Raises:
             CollectiveError: the operation failed immediately, and the group has ended.

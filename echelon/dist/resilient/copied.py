@@ -242,7 +242,7 @@ class CopiedState(ABC):
         self._check_unchanged(timeout_s)
 
     def _decide_early(self, *_: object) -> None:
-        """If the copying thread has read this rank's state, decide whether the copy is void.
+        """If the copying thread has read this rank's state, tell it whether the copy is void.
 
         Called between two operations of a step.
         """

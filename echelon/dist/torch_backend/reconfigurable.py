@@ -116,7 +116,7 @@ class Reconfigurable:
 
     Args:
         timeout_s: the timeout of `configure`, and of operations without a timeout of their own.
-        options: the options of the groups.
+        options: the options of each group that `configure` creates.
     """
 
     def __init__(self, timeout_s: float, options: Options | None = None) -> None:

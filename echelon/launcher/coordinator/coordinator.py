@@ -505,7 +505,7 @@ class Coordinator:
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Resume a job from the mandate, its replicated state, after the hosting node was lost."""
+        """Resume a job from its replicated state (the mandate) after the hosting node's loss."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)

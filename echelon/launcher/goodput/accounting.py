@@ -224,7 +224,7 @@ def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Cat
 
 
 def _without(spent: Spent, stalled: int) -> Spent:
-    """Subtract stalled time, first from the time in collectives, then from the other times."""
+    """Subtract stalled time from collective time, then from checkpoint time and data-wait time."""
     left = [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
     for i, ns in enumerate(left):
         left[i] = max(0, ns - stalled)

@@ -90,7 +90,7 @@ class Witness:
         self._children, self._num_children = look_at_children(self._pid)
 
     def testify(self) -> None:
-        """Combine all evidence gathered so far into the record."""
+        """Update `record` to include all evidence gathered so far."""
         record = self.record
         if record.has_ring:
             record = _read(self.worker)  # read again, to include what it has done since

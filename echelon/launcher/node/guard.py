@@ -332,7 +332,7 @@ class Guard:
         Standbys are left out because they do not belong to an attempt.
 
         Returns:
-            The number of descendants to be signaled, and the pids of those for which this failed.
+            The number of descendants to signal, and the pids of those that could not be signaled.
         """
         has_workers = len(self._workers) > len(self._waiting)
         if number == signal.SIGKILL and not has_workers:

@@ -316,7 +316,10 @@ class NodeAgent:
         self._start_workers(hook.start)
 
     def _give_up_start(self) -> None:
-        """Cancel a start that is waiting for the user's command, and report the ranks as ended."""
+        """Cancel a start that is waiting for the `--before-restart` command.
+
+        The ranks that were to be started are reported as having ended.
+        """
         hook, self._hook = self._hook, None
         if hook is None:
             return

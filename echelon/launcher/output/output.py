@@ -63,7 +63,7 @@ class Terminal:
         return min((at for at in due if at is not None), default=None)
 
     def tick(self) -> None:
-        """Show the lines that have been held long enough."""
+        """Show the held-back lines that are now due."""
         for stream, fold in self._folds.items():
             self._write_folded(stream, fold.due(time.monotonic()))
 

@@ -216,7 +216,7 @@ class LiveRing:
         return RingTexts(data, self._layout, self.words(), Damage()).text(ref)
 
     def words(self) -> tuple[int, ...]:
-        """Return the live words; see `Live`."""
+        """Return the counters and stamps in the ring's live page; see `Live`."""
         return tuple(int(word) for word in self._live)
 
     @property

@@ -77,7 +77,7 @@ class StallRule:
         return self._reported is not None
 
     def begin_again(self, now_mono_ns: int) -> None:
-        """Mark the reported stall as over; report no other until the limit has passed again."""
+        """Mark the reported stall as over; report no new stall until the timeout elapses again."""
         self._reported = None
         self._quiet_until_ns = now_mono_ns + int(self._limit_s * 1e9)
 
@@ -141,7 +141,7 @@ class StallRule:
 
 
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
-    """Return, for each rank, the event count above which the rank's progress ends the stall."""
+    """Return, for each rank, the event count that the rank must exceed to end the stall."""
     waiting = {sight.rank for sight in sights if sight.pending_mono_ns and not sight.records}
     return {
         sight.rank: sys.maxsize if waiting and sight.rank not in waiting else sight.num_ended

@@ -89,7 +89,7 @@ def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
 
 
 def mark_loaders(torch: Any) -> None:
-    """Record every wait for a loader's next batch as a span, and mark when a loader ends."""
+    """Record every wait for a loader's next batch as a span; mark when a loader is exhausted."""
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     replace(iterator, "__next__", _next_batch)
 

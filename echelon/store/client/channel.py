@@ -327,7 +327,7 @@ def _take_ok(channel: Channel, deadline: Deadline) -> bytes:
 
 
 def _take_welcome(channel: Channel, deadline: Deadline) -> tuple[bytes, bytes, bytes]:
-    """Read the answer of echelon's server to HELLO; return its instance, nonce and proof."""
+    """Read an echelon server's answer to HELLO; return the server's instance, nonce and proof."""
     parts = p.unpack_strings(_take_ok(channel, deadline))
     if len(parts) != 3 or not parts[0]:
         raise StoreProtocolError("the server's answer to the handshake cannot be read")

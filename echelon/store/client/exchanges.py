@@ -68,7 +68,7 @@ class Exchanges:
         raise AssertionError("this line should be unreachable")
 
     def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
-        """Send a request that is not answered."""
+        """Send a request to which the server does not reply."""
         name = show(key)
         pool = self._pool
         lock = pool.turn(operation, name, deadline)

@@ -252,7 +252,7 @@ class Hub:
                 self._asking = self.loop.create_task(self._ask_kernel())
 
     async def _ask_kernel(self) -> None:
-        """Find the users of all pending local peers in the kernel's socket tables."""
+        """Look up, in the kernel's socket tables, the users that own the pending local peers."""
         try:
             while self._asked:
                 asked, self._asked = self._asked, {}

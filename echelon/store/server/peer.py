@@ -347,7 +347,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def _receive_stranger(self, messages: Iterator[p.Message]) -> None:
-        """Execute the commands that a peer is allowed to send before it becomes a member."""
+        """Execute the commands that a peer is allowed to send before its standing is MEMBER."""
         for message in messages:
             if not self._is_admitted(message):
                 return
@@ -468,7 +468,7 @@ class Peer(asyncio.Protocol):
             self.out.flush()
 
     def refuse(self, why: str) -> None:
-        """Close the connection after a violation of the protocol or a limit, and log the reason."""
+        """Close the connection after a protocol violation or an exceeded limit; log the reason."""
         if self.standing is Standing.CLOSED:
             return
         self.hub.log_refusal(self, why)

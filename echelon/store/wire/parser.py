@@ -379,7 +379,7 @@ class Parser:
         return tuple(message)
 
     def _note_ping(self, nonce: object) -> None:
-        """Accept echelon's queries if a PING comes from an echelon client."""
+        """Accept echelon's own queries from now on if the PING comes from an echelon client."""
         if nonce == p.OUR_NONCE:
             self.extensions = True
             self._choose_shapes()

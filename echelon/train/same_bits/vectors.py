@@ -116,7 +116,7 @@ class WholeVector:
 class ShardedVector:
     """A vector of gradients for a `fully_shard` unit.
 
-    The unit stays gathered while micro-batches are computed.
+    The unit stays gathered while micro-batches are processed.
 
     Args:
         flat: the unit's flat tensor, whose gradients the vector holds.

@@ -67,7 +67,7 @@ class Lanes:
     def comparable(self) -> npt.NDArray[np.int32]:
         """The comparable call of each cell (see `Tables.comparable`): [num_members, num_columns].
 
-        Cells without a row have the value ABSENT.
+        A cell for which the member recorded no call has the value ABSENT.
         """
         lookup = np.array([*self.evidence.tables.comparable, ABSENT], np.int32)
         votes: npt.NDArray[np.int32] = lookup[self.column("call")]

@@ -136,7 +136,7 @@ def _alike(
 ) -> Iterator[dict[int, int]]:
     """Yield sets of ranks that made the same calls within the given index ranges.
 
-    Each set is a dict from a rank to the start of its index range.
+    Each set is a dict that maps each rank to the start of its index range.
     """
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():

@@ -191,7 +191,7 @@ def _keys(lanes: Lanes, member: int) -> list[object]:
 
 
 def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip | None:
-    """Decide which of two equally strong sides slipped."""
+    """Decide which of a divergence's two equally strong sides slipped."""
     if one is None and other is None:
         return None
     known = one or other

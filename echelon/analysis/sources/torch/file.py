@@ -138,7 +138,7 @@ def _names(config: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _status(value: Any) -> dict[int, tuple[int, int]]:
-    """Read `pg_status`; -1 means that a number is missing."""
+    """Return each group's last enqueued and completed numbers from `pg_status`; -1 if missing."""
     found: dict[int, tuple[int, int]] = {}
     for key, counts in value.items() if isinstance(value, dict) else ():
         if isinstance(key, str) and _COUNT.match(key) and isinstance(counts, dict):

@@ -110,7 +110,7 @@ class Rings:
         return done
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers that have ended and left no unread data, with the reason for each."""
+        """Return (peer, reason) for each peer that has ended and left no unread data."""
         return [
             (peer, why)
             for peer, why in self._gone()

@@ -131,7 +131,7 @@ def start(path: str, write: Write, timeout_s: float) -> PendingSave:
 
 
 def writing_s() -> float | None:
-    """Return how many seconds ago the running save began, or None if no save is running."""
+    """Return how many seconds ago the save in progress began; None if no save is in progress."""
     return None if _current is None or _current.done else _current._age_s
 
 

@@ -10,7 +10,7 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """An action that starts gathering a unit, from neighboring ranks if `near` is set."""
+    """An action that starts gathering a unit; if `near` is set, only from neighboring ranks."""
 
     entry: Entry
     near: bool

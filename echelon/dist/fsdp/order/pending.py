@@ -31,7 +31,7 @@ class Pending:
             self._communicating.add(recording.number)
 
     def note_release(self, entry: Entry) -> None:
-        """Record that the program no longer holds a unit."""
+        """Record that the program no longer keeps a unit gathered."""
         for recording in self.recordings():
             if entry in recording.begun or entry in recording.ended:
                 self._communicating.add(recording.number)

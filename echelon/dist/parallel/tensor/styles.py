@@ -61,7 +61,7 @@ def check(name: str, module: nn.Module, style: str, size: int) -> None:
 
 
 def make_region(name: str, module: nn.Module, setting: Setting) -> None:
-    """Make the first argument of a module enter the tensor-parallel region of the model."""
+    """Make a module start a tensor-parallel region: pass its first argument through `enter`."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not args or not isinstance(args[0], Tensor):

@@ -105,7 +105,7 @@ class _Tie:
         self._channels: Mapping[int, Channel] = {}
 
     def distinct(self) -> list[Tied]:
-        """Return this rank's copies of the parameter; a copy shared by stages is listed once."""
+        """Return this rank's copies of the parameter, each listed once even if stages share it."""
         first: dict[int, Tied] = {}
         for tied in self.mine.values():
             first.setdefault(id(tied.holder()), tied)

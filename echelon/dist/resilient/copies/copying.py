@@ -101,7 +101,7 @@ class Copying:
             self._has_stamped.set()
 
     def run(self) -> None:
-        """Complete the copy on the calling thread, and exchange it.
+        """Complete the copy on the calling thread, and exchange it with the partner ranks.
 
         Raises:
             CollectiveError: a partner rank was lost.

@@ -251,14 +251,14 @@ def collected(
 ) -> Iterator[torch.Tensor]:
     """Yield the copies of all shards of a state, one at a time. Collective.
 
-    If all ranks can map each other's memory, they read the copies there; a rank that was not in the
-    world in which the copies were made opens the memory temporarily. Otherwise, each copy is
+    If all ranks can map each other's memory, they read the copies directly. A rank that was not in
+    the world in which the copies were made opens the memory temporarily. Otherwise, each copy is
     broadcast, so every rank needs memory for one more copy.
 
     Args:
         worlds: the worlds whose copies this rank can read; empty on a joining rank.
         group: the ranks that restore the state.
-        version: the state to restore.
+        version: the version of the state to restore.
         holders: see `Choice.holders`.
 
     Raises:

@@ -40,7 +40,7 @@ def facts_of(setup: PipelineSetup[Any]) -> dict[str, Any]:
 
 
 class Facts:
-    """The settings of the whole model's stages, collected from the copies of all ranks."""
+    """The settings of the whole model's stages, collected from all ranks' copies."""
 
     def __init__(self) -> None:
         self._modes: dict[str, set[bool]] = {}

@@ -210,7 +210,10 @@ class StagesState(CopiedState):
         return {"also": rest.also, "random": rest.random}
 
     def fill(self, contents: dict[str, Any], step: int) -> None:
-        """Store what `contents` returned on another rank; the stages are built later. Local."""
+        """Store the state that `contents` returned on another rank. Local.
+
+        The stages are built later.
+        """
         self._at, self._rest_steps = 0, [step, -1]
         self._rest = [_Rest(contents["also"], contents["random"]), None]
 

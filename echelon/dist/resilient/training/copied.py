@@ -89,7 +89,10 @@ class CopiedTraining(Training[_T], ABC):
         self._is_newcomer = False
 
     def _restore(self, group: ProcessGroup) -> None:
-        """Restore the chosen state, or a checkpoint if none was chosen, and copy it. Collective."""
+        """Restore the chosen state, or a checkpoint if no state was chosen. Collective.
+
+        Also make the first copies of the restored state.
+        """
         if self._choice is not None:
             self._state.restore_rest(self._choice.version.step)
         self._restore_parts(group)

@@ -110,7 +110,7 @@ class Roster:
         return tuple(sorted(self._avoided))
 
     def count_without(self, names: Sequence[str]) -> int:
-        """Return how many nodes are connected, excluding avoided nodes and the given nodes."""
+        """Return how many nodes are connected, excluding the given nodes and the nodes to avoid."""
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:

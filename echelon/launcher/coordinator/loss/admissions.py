@@ -81,7 +81,7 @@ class Admissions:
         return rank not in self._epochs.lost
 
     def has_joined(self, rank: int) -> bool:
-        """Return whether an admitted rank has joined."""
+        """Return whether the given rank was admitted and has joined."""
         return self.is_admitted(rank) and rank not in self._joining
 
     def delayed_by(self, world: World) -> list[int]:

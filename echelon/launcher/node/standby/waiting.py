@@ -31,7 +31,7 @@ _AGAIN_S = 5.0
 
 
 class Waiting:
-    """A process that is loading its libraries, or has loaded them and is waiting for a rank.
+    """A process that is loading its libraries, or has loaded them and is waiting to become a rank.
 
     Attributes:
         index: the number that the guard uses for this process.

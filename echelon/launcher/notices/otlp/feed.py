@@ -92,7 +92,7 @@ class Feed:
             self._num_dropped += 1
 
     def close(self, wait_s: float) -> None:
-        """Send the waiting notices and the last metrics within `wait_s` seconds; stop the child."""
+        """Send the queued notices and the final metrics within `wait_s` seconds; stop the child."""
         deadline_s = time.monotonic() + wait_s
         self._is_closing = True
         with contextlib.suppress(queue.Full):  # then the thread ends once the queue is empty

@@ -31,7 +31,7 @@ Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], byte
 
 
 class Calls:
-    """The cached packed fields of each calling line, and the cached signature of each call.
+    """The packed fields cached for each line of code, and the signature cached for each call.
 
     A call is a tuple (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
     num_bytes, group, root, peer, tag, coalesced, thread, flags).

@@ -50,7 +50,7 @@ class Signatures:
 
 
 def encode_signature(shapes: Shapes, inputs: Splits, outputs: Splits) -> tuple[int, int, bytes]:
-    """Encode shapes and splits; return (flags, number of tensors, tail bytes)."""
+    """Encode shapes and splits; return (flags, number of tensors, encoded bytes)."""
     counts = len(inputs).to_bytes(4, "little") + len(outputs).to_bytes(4, "little")
     fits = (
         len(shapes) <= MAX_TENSORS

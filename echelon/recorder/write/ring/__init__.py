@@ -1,1 +1,1 @@
-"""Write the ring file: slots, texts and retained operations."""
+"""Write the ring file: slots, strings and retained operations."""

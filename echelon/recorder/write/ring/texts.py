@@ -54,11 +54,11 @@ class Texts:
         self._table_full = self.intern(TABLE_FULL)
 
     def intern(self, text: str, room: int = NAMES_BYTES) -> int:
-        """Return a reference to a permanent text, storing the text if it is new.
+        """Return a reference to a permanent string, storing the string if it is new.
 
         Args:
-            room: the number of bytes up to which texts of this kind may fill the table:
-                `NAMES_BYTES`, `SITES_BYTES`, or `STRINGS_BYTES` for groups.
+            room: how many bytes of the table can be in use once a string of this kind is stored:
+                `NAMES_BYTES`, `SITES_BYTES` or, for groups, `STRINGS_BYTES`.
         """
         known = self.names.get(text)
         if known is not None:

@@ -1,8 +1,8 @@
 """Write a model or checkpoint to a folder that `transformers` can load, one tensor at a time.
 
 If the folder already holds a model, that model's config.json is removed first, and the new
-config.json is written last. A job that is killed therefore leaves the old model, the new model, or
-a folder that does not load.
+config.json is written last. A job that is killed therefore leaves behind the old model, the new
+model, or a folder that cannot be loaded.
 """
 
 from __future__ import annotations
