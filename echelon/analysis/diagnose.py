@@ -178,7 +178,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Extend the evidence with the last recognized error in a culprit's log, and its remedy."""
+    """Add to the evidence the last recognized error in a culprit's log, with advice on it."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:

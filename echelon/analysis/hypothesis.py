@@ -78,7 +78,7 @@ def propose(picture: Picture, rules: Sequence[Rule]) -> list[Hypothesis]:
 
 
 def explained(picture: Picture, finding: Finding) -> frozenset[int]:
-    """Return the disturbed ranks that a finding explains."""
+    """Return the ranks in `picture.disturbed` that a finding explains."""
     start = set(finding.culprit_ranks)
     if finding.scope is Scope.GROUP:
         start.update(_members_in(picture, finding))
@@ -138,7 +138,7 @@ def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
 
 
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
-    """Merge the root hypothesis with the other chosen hypotheses of the same rule and cause.
+    """Merge the root hypothesis with all chosen hypotheses that have the same rule and cause.
 
     All evidence and up to `_MAX_MERGED` summaries are retained.
     """

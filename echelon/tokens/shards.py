@@ -79,7 +79,7 @@ class TokenShards:
         return out
 
     def documents(self, first: int, num_tokens: int) -> NDArray[np.int64]:
-        """Return each token's document number, counted from 0 at token `first`.
+        """Return the number of each token's document; token `first` is in document 0.
 
         Returns:
             int64 [num_tokens].

@@ -149,7 +149,7 @@ class FiniteGuard:
             optimizer: any object that has a `step()` method.
 
         Returns:
-            Whether the step was taken, which is the same on all ranks.
+            Whether the step was taken. The result is the same on all ranks.
         """
         if self._is_finite:
             optimizer.step()

@@ -1,7 +1,7 @@
 """The common representation of all ranks' records, on which the rules operate.
 
-Each rank's record becomes rows that refer to tables shared by all ranks. Equal calls have equal
-numbers, so array operations can compare ranks. Timestamps are on rank 0's clock.
+Each rank's record becomes rows that refer to tables shared by all ranks. Identical calls have the
+same number, so array operations can compare ranks. Timestamps are on rank 0's clock.
 """
 
 from __future__ import annotations

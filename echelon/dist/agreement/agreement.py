@@ -81,7 +81,7 @@ class Agreement:
             self._listen_in_background()
 
     def ask(self, reason: str) -> None:
-        """Request that all ranks agree on a later call to `reached`, which then returns True.
+        """Request that all ranks agree on a later call to `reached`, which will return True.
 
         This method can be called from a signal handler.
         """

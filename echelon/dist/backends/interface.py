@@ -126,13 +126,13 @@ class Watch(Protocol):
 
         Args:
             needed: a function that returns the group ranks that the operation still needs; None
-                means all other ranks. A timeout error names these ranks, and the death of any other
-                rank does not end the operation.
+                means all other ranks. A timeout error names these ranks. If any other rank dies,
+                the operation continues.
 
         Raises:
             CollectiveTimeoutError: `deadline_s` has passed.
-            PeerLostError: a needed rank has died.
-            CollectiveError: the group was aborted or closed, or it failed in another operation.
+            PeerLostError: a rank that the operation still needs has died.
+            CollectiveError: the group was aborted or closed, or another of its operations failed.
         """
 
 

@@ -80,10 +80,10 @@ def tree_totals(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 class PartialBlocks:
     """Block sums of one parameter that is sharded across ranks.
 
-    Each rank writes a vector, its message. The message contains the sums of the blocks that lie
-    within the rank's shard, the rank's elements of the blocks that span several shards, and zeros
-    elsewhere. At each position, at most one rank's message is not zero, so adding all messages
-    causes no rounding.
+    Each rank writes one vector, called its message. The message contains the sums of the blocks
+    that lie within the rank's shard, the rank's elements of the blocks that span several shards,
+    and zeros elsewhere. At each position, at most one rank's message is not zero, so adding all
+    messages causes no rounding.
 
     Args:
         numel: the number of elements of the full parameter.

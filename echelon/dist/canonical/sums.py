@@ -121,9 +121,9 @@ class TreeSums:
     def joined(
         cls, run: Run, numel: int, like: TreeSums, nodes: list[tuple[Node, torch.Tensor]]
     ) -> TreeSums:
-        """Create sums over `run` from the nodes of the ranks that share it.
+        """Create sums over `run` from the nodes of the ranks among which it is split.
 
-        The memory of the nodes' sums is reused.
+        The sums in `nodes` are overwritten, because their memory is reused.
 
         Args:
             run: the union of these ranks' ranges.

@@ -23,7 +23,7 @@ class Watch(Protocol):
     deadline_s: float
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise an error if the deadline has passed or one of the ranks from `needed` has died."""
+        """Raise an error if the deadline has passed or any rank returned by `needed` has died."""
 
 
 def _has_none(peer: int) -> bool:  # noqa: ARG001

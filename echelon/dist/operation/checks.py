@@ -171,7 +171,7 @@ def check_uneven(
         whole, part, splits: the arguments, each as a pair of its name and its value.
 
     Returns:
-        The number of rows of each rank, and the number of elements of each rank.
+        The number of rows in each rank's shard, and the number of elements in each rank's shard.
 
     Raises:
         ValueError: the splits do not add up to the number of rows of `whole`; `part` does not have

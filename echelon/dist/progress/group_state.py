@@ -230,7 +230,7 @@ class GroupState:
     # ---- operations under way ----
 
     def sweep(self) -> None:
-        """Record the end of each operation that has ended but is not yet recorded as ended."""
+        """Record the end of each operation that has ended, unless it is already recorded."""
         if self._works:
             with self._lock:
                 for work in self._ended():

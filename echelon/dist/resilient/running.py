@@ -83,8 +83,8 @@ def run(
     Raises:
         ValueError: `echelon.dist.init` was not called, `model` can be neither copied nor restored,
             `num_replicas` returned an invalid number, `prepare` sharded a part of the model,
-            unsharded state or replicas of a shard differ between ranks, or a protected call was
-            already made in this process.
+            unsharded state or replicas of a shard differ between ranks, or this process has already
+            made a protected call to `run` or `run_pipeline`.
         CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
             too few ranks are left or no rank has died; or all copies of a shard are lost, and
             `from_checkpoint` is None.

@@ -112,7 +112,7 @@ def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
 
 
 def source_of(pid: int, path: str) -> str:
-    """Return a source file as a process sees it; "" if the file is unreadable or too long."""
+    """Return a source file's text, as a process sees it; "" if unreadable or too long."""
     below = f"/proc/{pid}/root{path}" if path.startswith("/") else f"/proc/{pid}/cwd/{path}"
     try:
         file = os.open(below, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -24,7 +24,7 @@ class Wakes:
 
 
 def wakes(pid: int) -> Wakes | None:
-    """Return a main thread's number of waits and its processor time.
+    """Return how often a process's main thread has waited, and the thread's processor time.
 
     Return None if the process has exited.
     """

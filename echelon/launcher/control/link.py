@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Mailbox(Generic[_T]):
-    """A queue with a descriptor that a select loop can watch. Any thread can call `put`."""
+    """A queue with a file descriptor that a select loop can watch. Any thread can call `put`."""
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()

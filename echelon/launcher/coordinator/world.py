@@ -133,7 +133,7 @@ class World:
         return [node for node in self.present if not self._is_late(node)]
 
     def _is_late(self, node: str) -> bool:
-        """Return whether a node has ranks and all of them have yet to join."""
+        """Return whether a node has ranks and none of them has joined yet."""
         ranks = self.nodes[node]
         return bool(ranks) and all(map(self.is_new, ranks))
 

@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """The time that a rank spent on communication, on checkpoints, and waiting for data."""
+    """The time that a rank spent communicating, handling checkpoints and waiting for data."""
 
     waited_ns: int = 0
     checkpoint_ns: int = 0

@@ -173,7 +173,7 @@ def circumstances_of(record: Record, rank: int) -> Circumstances:
 
 
 def _saving_s(record: Record) -> float:
-    """Return the age of the oldest open checkpoint span on any thread, in seconds, or 0."""
+    """Return the age in seconds of the oldest open checkpoint span on any thread; 0 if none."""
     seen_ns = record.host.snapshot_mono_ns or record.dumped_mono_ns
     begun_ns = [
         int(row["started_mono_ns"])

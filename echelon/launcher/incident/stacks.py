@@ -44,10 +44,10 @@ class Stacks:
         self._asked = process.send(self._pid, identity.pid_start_ticks, identity.stack_signal)
 
     def _can_answer(self) -> bool:
-        """Return whether the signal handler's descriptor still refers to the stacks file.
+        """Return whether the signal handler's file descriptor still refers to the stacks file.
 
-        A program that becomes a daemon closes all descriptors. The handler could then write to a
-        different file that has the same descriptor.
+        A program that becomes a daemon closes all file descriptors. If another file then gets the
+        handler's descriptor number, the handler would write to that file.
         """
         number = self._identity.settings.get("stacks_fd")
         try:

@@ -177,8 +177,8 @@ class NodeAgent:
     def _is_steady(self) -> bool:
         """Return whether this node can start a standby without disturbing other work.
 
-        Running workers must all have finished some steps or have run for a while, and the node must
-        be neither stopping them nor taking a snapshot.
+        Any running workers must have been running for a while, or each must have finished some
+        steps. The node must be neither stopping workers nor taking a snapshot.
         """
         if self._examination is not None or self._hook is not None:
             return False
@@ -646,7 +646,7 @@ class NodeAgent:
         self._keep_limits()
 
     def _keep_limits(self) -> None:
-        """Write the learned limits of operations and spans to a file, for `echelon status`."""
+        """Write the limits learned for operations and spans to a file, for `echelon status`."""
         now_s = time.monotonic()
         if self._sighting is None or now_s < self._next_limits_s:
             return

@@ -64,7 +64,7 @@ class RingMemory:
             return cls(None)
 
     def __str__(self) -> str:
-        """Describe where the rings are while the job runs."""
+        """Return a phrase that says where the rings are; "" if they are in the run directory."""
         return "" if self.folder is None else f"; rings in {_MEMORY} while it runs"
 
     def environment(self) -> dict[str, str]:

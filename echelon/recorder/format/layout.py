@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def recent_offset(self) -> int:
-        """The byte offset of `recent`, the log of recent texts."""
+        """The byte offset of `recent`, the log of recent signatures, span details and errors."""
         return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
 
     @property

@@ -119,7 +119,7 @@ def _next_batch(original: Any) -> Any:
 
 
 def _watch_end(iterator: Any) -> Any:
-    """Return a function that notes the end of an iteration.
+    """Return a function that reports that a data loader's iterator has ended.
 
     The function is also called when Python frees the iterator.
     """

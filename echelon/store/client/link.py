@@ -262,7 +262,7 @@ class Link:
             self.channel.close()
 
     def fail(self, problem: str) -> None:
-        """Make every call on the link fail."""
+        """Make all current and future calls on the link fail."""
         if self.problem is None:
             self.problem = problem
         with contextlib.suppress(OSError):

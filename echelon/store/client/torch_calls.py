@@ -102,7 +102,7 @@ class TorchCalls(Store):
         return self.add_wire(_wire(key), amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to the counter whose encoded key is `wire`; `key` is the name used in errors."""
+        """Add `amount` to the counter with the encoded key `wire`; errors name it as `key`."""
         return self._ask("add", key, p.encode(p.ADD, wire, amount), Channel.take_int)
 
     def _do_append(self, key: bytes, value: bytes) -> None:

@@ -38,7 +38,7 @@ class Turns:
 
     @property
     def is_over(self) -> bool:
-        """True if the current slice is used up."""
+        """True if the current time slice is used up."""
         return self._clock() >= self._slice_ends
 
     def put_off(self, work: Callable[[], None]) -> None:

@@ -46,7 +46,7 @@ class Leases:
         If the key's value is replaced before then, the key is not deleted.
 
         Raises:
-            ValueError: the server has reached its limit on keys.
+            ValueError: the server has reached its limit on the number of keys.
         """
         lease = _Lease(session, lease_s, self._now() + lease_s)
         self._state.set_presence(lease, key, value)

@@ -155,7 +155,7 @@ class StoreState:
         self._serve_queue(key)
 
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
-        """Take the oldest free item of a queue; return the number of free items and the item.
+        """Take the oldest free item from a queue; return the number of free items and the item.
 
         The number includes the item taken, and is 0 if no item is free. Items promised to other
         owners are not free (see the note in the module docstring).
@@ -363,7 +363,7 @@ class StoreState:
     # Owners.
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop a wait: undo any arrival, and remove the waiter from the list of each key."""
+        """Stop a wait: undo any arrival, and unregister the waiter from all its keys."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is not None and waiter in round_.arrivals:
             round_.remove(waiter)

@@ -153,8 +153,8 @@ class Parser:
         """Parse the rest of the incomplete command.
 
         Returns:
-            A list with the command's message, or an empty list if the command is still incomplete
-            or is invalid; and the bytes that follow the command.
+            (messages, rest): `messages` contains the command's message, or is empty if the command
+            is still incomplete or is invalid; `rest` is the bytes that follow the command.
         """
         out: list[p.Message] = []
         if self.violation is not None:

@@ -143,7 +143,7 @@ def pack_strings(strings: Iterable[bytes]) -> bytes:
 
 
 def unpack_strings(data: bytes, position: int = 0) -> list[bytes]:
-    """Decode all strings of a payload from `position` to its end.
+    """Decode all strings in a payload, from `position` to the end of the payload.
 
     Raises:
         StoreProtocolError: the payload ends in the middle of a string.

@@ -75,7 +75,7 @@ class TransformerStage(nn.Module):
         return x if documents is None else (x, documents)
 
     def hidden(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return this stage's features [B, T, C]; at the last stage, the input of the head."""
+        """Return this stage's features [B, T, C]; at the last stage, the input to the head."""
         if self.is_first:
             x = embed(self.config, self.token, self.position, x, documents)  # type: ignore[arg-type]
         x = run(self.blocks.values(), x, self.rotary, documents)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 Muon (Keller Jordan 2024) replaces the momentum of a hidden matrix with the momentum's orthogonal
 factor. The update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large as an AdamW update,
 so that both optimizers can share a learning rate and a decoupled weight decay (Liu et al. 2025,
-"Muon is Scalable for LLM Training"). Torch's own AdamW function trains all other parameters.
+"Muon is Scalable for LLM Training"). Torch's own AdamW function updates all other parameters.
 
 Muon needs full matrices, not shards. The momentum is stored in shards, like AdamW's state. In each
 step, each matrix is assembled on one rank, which computes the update for all ranks (`matrices.py`).

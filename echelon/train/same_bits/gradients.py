@@ -68,9 +68,9 @@ class Gradients:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Discard earlier gradients, and keep sharded units gathered until the context is left.
+        """Discard earlier gradients, and keep sharded units gathered until the context exits.
 
-        If the context is left with an exception, the gradients collected within it are also
+        If the context exits with an exception, the gradients collected within it are also
         discarded.
         """
         self.drop()

@@ -34,7 +34,7 @@ class Continuation:
     """The collectives that the members of a group completed after an error.
 
     Attributes:
-        failed: the index of the first failed row of each rank that had the error.
+        failed: for each rank on which the error occurred, the index of its first failed row.
         over: the index of the group that the error ended, or -1 if none. Later calls in this group
             are ignored.
     """
@@ -127,7 +127,7 @@ class Continuation:
     def _recent(self, rank: int) -> list[int]:
         """Return the last few call sites of a rank before the error.
 
-        If this rank did not have the error, return the call sites of a rank that did.
+        If the error did not occur on this rank, return the call sites of a rank on which it did.
         """
         known = rank if rank in self.failed else next(iter(self.failed))
         rows = self.evidence.ranks[known].rows[: self.failed[known]][-_RECENT_ROWS:]

@@ -222,7 +222,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Return whether the entry of an incomplete collective might have been overwritten."""
+        """Return whether the row of an incomplete collective might have been overwritten."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False

@@ -125,7 +125,7 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Return whichever of two sides made a call that is new at its call site; () if undecided."""
+    """If only one of two sides made a call that is new at its site, return that side; else ()."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 

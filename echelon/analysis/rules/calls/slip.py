@@ -79,7 +79,7 @@ _Sign = tuple[int, str, bool] | None
 
 
 def _realigns(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return the shift after which the streams agree again, or None."""
+    """Return a sign of a slip if the streams agree again once one of them is shifted."""
     odd_votes, usual_votes = lanes.comparable[odd, column:], lanes.comparable[usual, column:]
     later = (odd_votes[1:] != ABSENT) & (usual_votes[1:] != ABSENT)
     if later.any() and (odd_votes[1:][later] == usual_votes[1:][later]).all():
@@ -169,7 +169,7 @@ def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return a sign of a slip if only one of the two members has moved on to a barrier."""
+    """Return a sign of a slip if only one of the two members is already at a barrier."""
     odd_row, usual_row = lanes.row(odd, column), lanes.row(usual, column)
     if odd_row is None or usual_row is None or odd_row["site"] == usual_row["site"]:
         return None

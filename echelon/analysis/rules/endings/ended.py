@@ -87,7 +87,7 @@ def find_ended(picture: Picture) -> list[Finding]:
 
 
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
-    """Sort the endings, with the root cause first, and return whether their order is known.
+    """Sort the endings, with the root cause first; return them and whether the order is known.
 
     The order is known if the ranks' clocks are comparable or if the coordinator observed the order.
     """

@@ -1,8 +1,9 @@
 """Diagnose a job from its ranks' logs alone.
 
 A root cause is an uncaught exception, a known error message, or a launcher's report that a signal
-killed the rank. If ranks logged only consequences, the suspect is the rank that logged nothing.
-Logs cannot show that a job is healthy, because a hung job logs nothing.
+killed the rank. If ranks logged only consequences of a failure elsewhere, the suspects are the
+ranks that missed a barrier, fell behind or logged nothing. Logs cannot show that a job is healthy,
+because a hung job logs nothing.
 """
 
 from __future__ import annotations
@@ -350,7 +351,7 @@ def _nothing(picture: Picture) -> Finding:
 
 
 def _consequences(said: dict[int, tuple[Said, ...]], culprits: tuple[int, ...]) -> tuple[str, ...]:
-    """Quote one log line for each kind of message about a consequence; skip the culprits' logs."""
+    """Quote one line per kind of message that reports a consequence; skip the culprits' logs."""
     lines: dict[str, str] = {}
     for rank, found in said.items():
         for one in found if rank not in culprits else ():

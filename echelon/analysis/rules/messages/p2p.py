@@ -102,7 +102,7 @@ def _pairs(pending: _Pending) -> Iterator[tuple[Posted, Posted]]:
 
 
 def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report a send and its receive if they differ in tag, dtype or size."""
+    """Report a send and the matching receive if they differ in tag, dtype or size."""
     evidence = picture.evidence
     for one, other in _pairs(pending):
         ranks = tuple(sorted((one.rank, other.rank)))

@@ -393,7 +393,7 @@ def _connect(members: Members, store: PrefixStore, address: str, deadline_s: flo
 
 @contextlib.contextmanager
 def _telling_apart() -> Iterator[None]:
-    """Translate Gloo's errors about broken connections; propagate its other errors unchanged."""
+    """Raise Gloo's errors about broken connections as `ConnectionBroken`, and others unchanged."""
     try:
         yield
     except RuntimeError as err:

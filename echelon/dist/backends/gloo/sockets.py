@@ -155,7 +155,8 @@ class Sockets:
     def broken(self) -> list[tuple[int, str]]:
         """Return the peers whose connections have ended, with the reason for each.
 
-        The connection from a peer is first read to its end, so that no data is lost.
+        A peer is returned only after the connection from that peer has been read to the end, so
+        that no data is lost.
         """
         now = time.monotonic()
         found = []

@@ -114,7 +114,7 @@ class Unfinished:
         return None
 
     def missing(self, world_size: int) -> list[int]:
-        """Return the ranks whose parts are not yet complete."""
+        """Return the ranks whose parts of the version are not yet complete."""
         names = set(_names(self.path))
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 

@@ -134,10 +134,10 @@ class Keeper:
         """Save a state as `step`'s checkpoint, then remove old checkpoints. Collective.
 
         If a background save is still running and `patience_s` is 0, this method first waits for
-        that save to end. If `patience_s` is not 0, a save without `async_op` waits only until the
-        running save is `patience_s` seconds old, and a save with `async_op` is skipped until then.
-        If the save is skipped or the storage fails, rank 0 issues a warning and all ranks return
-        False.
+        that save to end. If `patience_s` is not 0, this save can supersede the running save once
+        that save is `patience_s` seconds old. Until then, a save without `async_op` waits, and a
+        save with `async_op` is skipped. If the save is skipped or the storage fails, rank 0 issues
+        a warning and all ranks return False.
 
         Args:
             step: the number of finished steps.

@@ -75,7 +75,7 @@ def _newest(folder: Path | Remote) -> list[Any]:
 
 
 def _problems(folder: Path | Remote) -> list[str | None]:
-    """Describe the damage to each version that `save` wrote, newest first; None if intact."""
+    """Return the damage to each version that `save` wrote (None if intact), newest first."""
     if isinstance(folder, Remote):
         found = [folder] if COMMIT in folder.sizes() else remote.marked(folder)
         return [remote.problem_of(version) for version in reversed(found)]

@@ -69,7 +69,7 @@ class SaveSchedule:
         return by_time or by_steps
 
     def _agreed(self, passed_s: float) -> bool:
-        """Return whether a checkpoint is due based on rank 0's elapsed time. Collective."""
+        """Return whether enough time has passed on rank 0 for a save to be due. Collective."""
         assert self._every_s is not None
         if self._agreement is not None and self._agreement.is_closed:  # ranks are lost
             if runtime.is_between_worlds():

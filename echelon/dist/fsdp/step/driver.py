@@ -255,7 +255,7 @@ class Driver:
             self._do(self.order.gather([unit.entry for unit in units]))
 
     def hold(self, units: Iterable[Unit]) -> None:
-        """Gather units and hold them until the program releases them."""
+        """Gather units, and keep them gathered until the program releases them."""
         with self._failing():
             self._do(self.order.hold([unit.entry for unit in units]))
 

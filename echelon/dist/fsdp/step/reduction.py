@@ -124,7 +124,7 @@ class Reduction:
             self._buffer = None
 
     def settle(self, present: set[Member]) -> None:
-        """Set the `.grad` of each shard for which any rank has a gradient."""
+        """Set, or add to, the `.grad` of each shard for which any rank has a gradient."""
         if self._sums is None:
             return  # done already
         sums, self._sums = self._sums, None

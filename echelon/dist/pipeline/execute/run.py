@@ -135,9 +135,10 @@ class Pipeline:
 
     @cached_property
     def module(self) -> StageModules:
-        """This rank's stages as one module for checkpoints, with names as in the whole model.
+        """This rank's stages as one module for checkpoints.
 
-        A checkpoint's state can contain the pipeline itself: `save(path, {"model": pipe})`.
+        The names in the module are those in the whole model. A checkpoint's state can contain the
+        pipeline itself: `save(path, {"model": pipe})`.
         """
         return StageModules(self.stages)
 

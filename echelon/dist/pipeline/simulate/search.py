@@ -1,7 +1,7 @@
 """Search for the fastest schedule that fits in memory, by simulating schedules with given costs.
 
-The search tries each named schedule with every number of chunks that it supports, up to a maximum,
-and a fitted schedule for each placement of the stages (`simulate/fitted.py`).
+The search tries each named schedule with every number of chunks that the schedule supports, up to a
+maximum. It also tries a fitted schedule for each placement of the stages (`simulate/fitted.py`).
 """
 
 from __future__ import annotations

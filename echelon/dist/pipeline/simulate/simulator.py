@@ -22,7 +22,7 @@ class Slot:
     """An action with its start and end times.
 
     `cause` is the slot that the action waited for last, as (rank, position in the rank's slots),
-    or None. `idle` is how long the rank was idle before the action.
+    or None if it waited for no slot. `idle` is how long the rank was idle before the action.
     """
 
     rank: int

@@ -162,7 +162,7 @@ class ShardsReader:
         self.index = Index.of(parcel)
 
     def runs(self) -> Iterator[tuple[Run, torch.Tensor]]:
-        """Yield each range with its elements."""
+        """Yield each range in the buffer, with its elements as a tensor."""
         for run in self.index.runs:
             first = self._start + run.offset
             yield run, _elements(self._content, first, run.num_bytes, run.dtype)

@@ -344,7 +344,8 @@ class Replacements:
     def _watch(self, world: World, now_s: float) -> list[decide.Event]:
         """Stop tracking processes that have joined, and act on those past their deadline.
 
-        A process that is not ready to join is reported; one that was admitted is killed.
+        At its deadline, a process that is not yet ready to join is reported, and a process that was
+        admitted is killed.
         """
         delaying = self._admissions.delayed_by(world)
         events: list[decide.Event] = []

@@ -111,7 +111,7 @@ class Restarting:
         return decision.action is not Action.STOP
 
     def history(self) -> str:
-        """Return a JSON text that tells the workers how the earlier attempts ended."""
+        """Return a JSON string that tells the workers how the earlier attempts ended."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:

@@ -96,7 +96,8 @@ class Exporter:
 
     Args:
         endpoint: the collector's base URL, or "env" for the endpoint in the OTEL_* variables.
-        resource: attributes that are sent with all data, in addition to OTEL_RESOURCE_ATTRIBUTES.
+        resource: attributes that are sent with all data, in addition to those listed in
+            OTEL_RESOURCE_ATTRIBUTES.
     """
 
     def __init__(self, endpoint: str, resource: Mapping[str, str], failures: Failures) -> None:

@@ -1,7 +1,7 @@
 """Read and write config.json, and reject models with features that are not implemented.
 
 Unsupported settings and unknown keys are errors, because ignoring them could silently give wrong
-results. The caller can list unknown keys that do not affect the results (`ignore`).
+results. In `ignore`, the caller can list unknown keys that do not affect the results.
 """
 
 from __future__ import annotations

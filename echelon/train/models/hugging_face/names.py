@@ -75,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of `transformers`, with the echelon tensors from which it is built."""
+    """A tensor as `transformers` stores it, with the echelon tensors from which it is built."""
 
     name: str
     parts: tuple[Part, ...]

@@ -43,7 +43,7 @@ class Routes:
     def sent_by(self, peer: int, *, backward: bool) -> list[Thing]:
         """Return the outputs and, if `backward`, the gradients that a peer sends to this rank.
 
-        They are in the order in which they are sent.
+        The results are in the order in which the peer sends them.
         """
         return [one for one in self._sent[peer] if backward or one.product is Product.OUTPUT]
 

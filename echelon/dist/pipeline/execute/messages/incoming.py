@@ -4,9 +4,10 @@ A channel's messages arrive in the order in which the peer computes their data, 
 peer's row of the plan. Receives are posted in the same order, a few computations before the data
 is needed.
 
-A receive for outputs can be posted before the header has arrived, because both ends store the size
-from the previous step. Outputs that are larger in this step need one more message. In the first
-step, a receive can be posted only after its header has arrived.
+A receive for outputs can be posted before the outputs' header has arrived, because both ends
+remember how large these outputs were in the previous step. If they are larger in this step, they
+follow in a separate message. In the first step, a receive for outputs can be posted only after
+their header has arrived.
 """
 
 from __future__ import annotations
