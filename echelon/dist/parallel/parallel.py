@@ -94,8 +94,9 @@ class Parallel:
                 It multiplies the gradients but not the losses.
 
         Returns:
-            This rank's term of the mean loss, a detached scalar. The mean loss is the sum of these
-            terms over all ranks of the world; the term is 0 on ranks without a loss (`has_loss`).
+            This rank's contribution to the mean loss, a detached scalar. The mean loss is the sum
+            of all ranks' contributions; the contribution is 0 on ranks without a loss
+            (`has_loss`).
 
         Raises:
             ValueError: an argument is invalid, or ranks of axis "tp" were given different data.

@@ -13,7 +13,7 @@ a slot from front to back. A reader accepts a slot only if both stamps agree and
 and if the CRC32 of the payload matches. The CRC is needed on weakly ordered machines, because
 Python has no memory fences.
 
-[Note: two kinds of texts] Strings that a program uses repeatedly (groups, call sites, operations,
+[Note: two kinds of strings] Strings that a program uses repeatedly (groups, call sites, operations,
 names of spans) are stored once, in the string table. Strings that can differ at every call (shapes
 and splits, details of spans, errors) go into `recent`, a log that wraps around. Each entry of
 `recent` contains its own position, so that a reader can detect an overwritten entry.

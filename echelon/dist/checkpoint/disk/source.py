@@ -34,7 +34,7 @@ class Source(Protocol):
     manifest: Manifest
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
-        """Fill `out` with a tensor's elements, starting at element `start`.
+        """Fill `out` with elements of a tensor, from element `start` onward.
 
         `out` is a 1-D tensor of the stored dtype. If `repeats` is given (see `Pattern`), `out`
         receives several ranges, one after another.

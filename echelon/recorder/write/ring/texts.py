@@ -1,6 +1,6 @@
 """Store a ring's texts: permanent names, and recent texts, which are eventually overwritten.
 
-See schema.py, [Note: two kinds of texts]. Storing a new text takes a lock. A signal handler or
+See schema.py, [Note: two kinds of strings]. Storing a new text takes a lock. A signal handler or
 finalizer that interrupts the thread holding the lock does not wait for the lock. It receives a
 reference to the placeholder `TABLE_FULL` instead.
 """
