@@ -3,8 +3,8 @@
 The algorithm is smooth weighted round robin. Each draw adds every source's weight to that source's
 credit, selects the source with the largest credit, and subtracts the sum of all weights from the
 credit of that source. After any number of draws, the number of samples drawn from a source differs
-from the source's exact share by less than one sample per other source. Credits are integers, so
-every rank computes the same sequence.
+from the source's exact share by at most n - 1, where n is the number of sources. Credits are
+integers, so every rank computes the same sequence.
 """
 
 from __future__ import annotations

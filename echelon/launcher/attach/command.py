@@ -103,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _collect(ranks: Sequence[FoundRank], scratch: Path, gap_s: float) -> int:
-    """Examine this machine's ranks for another machine, and write the result to stdout."""
+    """Examine this machine's ranks on behalf of another machine; write the result to stdout."""
     from echelon.launcher.attach.hosts import pack
     from echelon.launcher.attach.look import look
 

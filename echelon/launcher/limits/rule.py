@@ -51,7 +51,9 @@ class Look:
 
 
 class LimitRule:
-    """The rule for examining ranks early, with its state. The caller passes in the current time.
+    """The state that decides when ranks are examined before the stall timeout has passed.
+
+    The caller passes in the current time.
 
     Args:
         report_s: the longest interval between two reports from a node, in seconds.

@@ -48,7 +48,7 @@ class TensorBoardWriter:
     """A writer that logs figures as TensorBoard scalars, through `torch.utils.tensorboard`.
 
     Args:
-        folder: the folder of the event files.
+        folder: the folder to which event files are written.
         first_step: the number of steps completed before this run. TensorBoard hides any later
             steps that an earlier run logged.
 

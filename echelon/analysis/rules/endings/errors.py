@@ -1,8 +1,8 @@
 """Classify errors from torch, NCCL and echelon by their origin.
 
-An error can originate in the rank itself, its memory or its device. Errors caused by a peer, the
-network or a watchdog are only consequences. If the type of an exception is ambiguous, its message
-is examined.
+An error can originate in the rank itself, its memory or its device. An error that is attributed
+to a peer, the network or a watchdog is only a consequence of a failure elsewhere. If the type of
+an exception is ambiguous, its message is examined.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _without_reason(picture: Picture, one: Posted, other: Posted) -> str:
-    """Explain why operation `one` is unusual although operation `other` is not, or return ""."""
+    """Explain what makes `one` unusual if `other` is not; return "" if nothing does."""
     evidence, exchanges = picture.evidence, picture.exchanges
     before, others_before = (exchanges.has_done(p.rank, p.row) for p in (one, other))
     if others_before and not before:

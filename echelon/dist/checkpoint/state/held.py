@@ -45,7 +45,7 @@ class Held:
 
     @property
     def pattern(self) -> Pattern:
-        """The elements that this rank holds, as a pattern."""
+        """The pattern that describes which elements this rank holds."""
         num_runs = math.prod(count for count, _ in self.repeats)
         return Pattern(self.start, self.length // num_runs, self.repeats)
 

@@ -65,7 +65,7 @@ class Tied:
         return self.holder().requires_grad
 
     def room(self) -> torch.Tensor:
-        """Allocate a tensor for the value or the gradient of another stage's copy."""
+        """Allocate a tensor for the value or gradient of another stage's copy of the parameter."""
         shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return torch.empty_like(self._parameter(), requires_grad=False)

@@ -216,7 +216,7 @@ class CopiedTraining(Training[_T], ABC):
         return self._state.contents()
 
     def _hand_over_rest(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Send or receive all state that is not restored from copies; compare it on all ranks.
+        """Send or receive all state that is not restored from copies; compare it across ranks.
 
         The comparison is skipped if a checkpoint is about to replace the state.
         """
