@@ -139,7 +139,10 @@ class DeviceMesh:
 
 def _check(shape: tuple[int, ...], names: tuple[str, ...], world_size: int) -> None:
     if not shape or len(shape) != len(names):
-        raise ValueError(f"a mesh needs one name per axis: shape {shape}, names {names}")
+        raise ValueError(
+            "a mesh needs at least one axis, and one name per axis; "
+            f"got shape {shape} and names {names}"
+        )
     _check_distinct(names)
     if min(shape) < 1 or math.prod(shape) != world_size:
         raise ValueError(

@@ -109,7 +109,7 @@ def test_a_bad_engine_name_is_one_clear_error(monkeypatch, value):
     monkeypatch.setenv("ECHELON_SHM", value)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match="use 'python' or 'native'"):
+    with pytest.raises(ValueError, match="must be 'python' or 'native'"):
         dist.init("shm")
 
 

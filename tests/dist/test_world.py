@@ -48,7 +48,7 @@ def test_without_a_launcher_there_is_a_world_of_one(monkeypatch):
         ({"RANK": "0"}, "^WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "^RANK is not set"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK='zero' is not a number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be >= 0 and less than WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
     ],
 )

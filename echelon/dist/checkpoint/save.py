@@ -99,7 +99,8 @@ def save(
         root.suffix in (".pt", ".pth", ".safetensors") or root.is_file()
     ):
         raise ValueError(
-            f"{root}: a checkpoint is a folder; use `export` to write a single file from it"
+            f"{root}: a checkpoint is a folder, not a file; use `export` to convert a "
+            "checkpoint to a single file"
         )
     peers = find(to_write=True)
     return begin(root, state, peers, async_op=async_op, keep=keep, timeout_s=timeout_s)
@@ -178,8 +179,8 @@ def _require_shared(unfinished: Unfinished | RemoteUnfinished) -> None:
     while not unfinished.is_seen():
         if time.monotonic() > deadline_s:
             raise CheckpointError(
-                f"{unfinished.path}: rank 0 created this folder, but it is not visible here: "
-                "all hosts must share this file system",
+                f"{unfinished.path}: rank 0 created this folder, but it is not visible to this "
+                "rank: all hosts must share this file system",
                 path=str(unfinished.path),
             )
         time.sleep(_LOOK_S)
@@ -305,7 +306,8 @@ class _Job:
         if self.is_unwanted():
             root = self.unfinished.final.parent
             raise CheckpointError(
-                f"{root}: not saved, because the program is exiting", path=str(root)
+                f"{root}: the checkpoint was not saved, because the program is exiting",
+                path=str(root),
             )
 
     def _require_time(self, deadline_s: float) -> None:

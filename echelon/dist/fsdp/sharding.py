@@ -170,7 +170,7 @@ def _ignored(parameters: Iterable[nn.Parameter] | None) -> set[int]:
     one = given if isinstance(given, str | torch.Tensor) else None
     listed = [] if one is not None else list(given)
     if one is not None or not all(isinstance(each, nn.Parameter) for each in listed):
-        raise ValueError("ignored_params must be parameters, as module.parameters() yields them")
+        raise ValueError("ignored_params must be parameters, for example from module.parameters()")
     return {id(parameter) for parameter in listed}
 
 
@@ -209,7 +209,7 @@ def _groups_of(
         raise ValueError("group= and mesh= are mutually exclusive")
     if not isinstance(mesh, DeviceMesh) or len(mesh.names) not in (1, 2):
         raise ValueError(
-            f"mesh must be a DeviceMesh of one axis, or of two (replicate, shard), got {mesh!r}"
+            f"mesh must be a DeviceMesh with one axis or with two (replicate, shard), got {mesh!r}"
         )
     shards = mesh.group(mesh.names[-1])
     replicas = mesh.group(mesh.names[0]) if len(mesh.names) == 2 else None
@@ -222,8 +222,8 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:
         raise ValueError(
-            f"reshard_after_forward must be a bool or a number that divides the group's "
-            f"{group.size} ranks, got {reshard!r}"
+            "reshard_after_forward must be a bool or an integer that divides the group's size "
+            f"({group.size}), got {reshard!r}"
         )
     return 0 if reshard == group.size else reshard
 

@@ -201,7 +201,9 @@ def install(unit: Unit, modules: Iterable[nn.Module]) -> None:
 
 def _show_shards(unit: Unit) -> None:
     if unit.entry.held:
-        raise ValueError(f"{unit} is unsharded: call reshard() before taking its state")
+        raise ValueError(
+            f"{unit} is unsharded: call reshard() before reading or setting the unit's state"
+        )
     driver = driver_of(unit)
     if driver.is_at_work(unit):
         raise RuntimeError(

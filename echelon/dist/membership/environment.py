@@ -49,7 +49,7 @@ class Rendezvous:
             return cls()
         rank, world_size = _number("RANK"), _number("WORLD_SIZE")
         if not 0 <= rank < world_size:
-            raise ValueError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
+            raise ValueError(f"RANK={rank} must be >= 0 and less than WORLD_SIZE={world_size}")
         if world_size == 1 and "MASTER_ADDR" not in os.environ:
             return cls()
         agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -103,7 +103,7 @@ def wants_python_engine() -> bool:
     """
     value = os.environ.get("ECHELON_SHM", "")
     if value not in ("", "python", "native"):
-        raise ValueError(f"ECHELON_SHM={value!r}: use 'python' or 'native'")
+        raise ValueError(f"ECHELON_SHM must be 'python' or 'native', got {value!r}")
     return value == "python"
 
 
@@ -111,7 +111,7 @@ def _text(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise ValueError(
-            f"{name} is not set, although every rank of a job has it: start the script with "
+            f"{name} is not set, but every rank of a job needs it: start the script with "
             "`echelon run` or torchrun, or unset RANK and WORLD_SIZE for a world of one"
         )
     return value

@@ -170,7 +170,10 @@ def _view_numpy(array: Flat, name: str, *, writable: bool) -> View:
     if array.dtype.hasobject:
         raise ValueError(f"{name}: dtype {dtype} cannot be sent, because its elements are objects")
     if not array.dtype.isnative:
-        raise ValueError(f"{name}: dtype {array.dtype.str} is not in this machine's byte order")
+        raise ValueError(
+            f"{name}: dtype {array.dtype.str} is not in this machine's byte order; pass "
+            "array.astype(array.dtype.newbyteorder('='))"
+        )
     if not array.flags.c_contiguous:
         raise ValueError(
             f"{name}: a {dtype}{list(array.shape)} array with strides {array.strides} is not "

@@ -44,7 +44,9 @@ def check_reduce_op(op: str, dtype: str) -> str:
     if dtype != "bool":
         return op
     if op not in _ON_BOOL:
-        raise ValueError(f"op {op!r} is not defined on bool; use sum (or) or prod (and)")
+        raise ValueError(
+            f"op {op!r} is not defined on bool; use 'sum' (logical or) or 'prod' (logical and)"
+        )
     return _ON_BOOL[op]
 
 
@@ -76,7 +78,7 @@ def check_rows(call: str, out: View, x: View) -> None:
     """
     _check_alike(call, "out", out, "x", x)
     if out.shape[1:] != x.shape[1:]:
-        raise ValueError(f"{call}: out is {out}, but x is {x}: their rows differ")
+        raise ValueError(f"{call}: out is {out}, but x is {x}: their rows differ in shape")
 
 
 def _check_alike(call: str, a_name: str, a: View, b_name: str, b: View) -> None:
@@ -107,7 +109,9 @@ def check_overlap(
     starts = _shared_starts(large, small)
     if starts is None or starts[1] - starts[0] == offset >= 0:
         return
-    allowed = f"; {small_name} may only be exactly this rank's part of it" if offset >= 0 else ""
+    allowed = ""
+    if offset >= 0:
+        allowed = f"; {small_name} may only be exactly this rank's part of {large_name}"
     raise ValueError(
         f"{call}: {large_name} ({large}) and {small_name} ({small}) overlap in memory{allowed}"
     )
@@ -182,7 +186,8 @@ def check_uneven(
     _check_alike(call, whole_name, large, part_name, small)
     if large.shape[1:] != small.shape[1:]:
         raise ValueError(
-            f"{call}: {whole_name} is {large}, but {part_name} is {small}: their rows differ"
+            f"{call}: {whole_name} is {large}, but {part_name} is {small}: their rows differ in "
+            "shape"
         )
     rows = tuple(check_index(count, splits[0]) for count in splits[1])
     counts = check_splits(splits[0], rows, large, size)

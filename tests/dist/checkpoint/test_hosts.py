@@ -46,7 +46,7 @@ def test_hosts_save_to_a_folder_they_share_and_say_so_if_they_do_not(tmp_path):
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "all hosts must share this file system" in first.stdout
     assert "rank 1 failed" in first.stdout
-    assert "rank 0 created this folder, but it is not visible here" in second.stdout
+    assert "rank 0 created this folder, but it is not visible to this rank" in second.stdout
     assert sorted(file.name for file in (shared / "000002").glob("*.bin")) == [
         "rank_00000.bin",
         "rank_00001.bin",

@@ -124,7 +124,7 @@ def _wrong(rank, size):
     with pytest.raises(ValueError, match="before update"):
         scaler.update()
     scaler.unscale_(optimizer)
-    with pytest.raises(ValueError, match="already called"):
+    with pytest.raises(ValueError, match="already been called"):
         scaler.unscale_(optimizer)
     with pytest.raises(ValueError, match="init_scale"):
         GradScaler(0.0)

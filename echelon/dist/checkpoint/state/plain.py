@@ -96,4 +96,4 @@ def _unpack(data: bytes, depth: int) -> Any:
     try:
         return msgpack.unpackb(data, ext_hook=decode, raw=False, strict_map_key=False)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ValueError(f"not plain data: {error}") from None
+        raise ValueError(f"cannot decode the value: {error}") from None

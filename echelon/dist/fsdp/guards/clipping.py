@@ -141,7 +141,8 @@ def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
         if not set(group.ranks) <= set(first.ranks):
             raise ValueError(
                 f"the parameters are split across groups {first.name!r} and {group.name!r}, "
-                "neither of which contains all of the ranks: pass over= with a group that does"
+                "neither of which contains all of the ranks: pass over=, a group that contains "
+                "all of them"
             )
     return first
 

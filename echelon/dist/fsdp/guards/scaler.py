@@ -107,7 +107,7 @@ class GradScaler:
             return True
         if id(optimizer) in self._overflowed:
             raise ValueError(
-                "unscale_() was already called for this optimizer since the last update()"
+                "unscale_() has already been called for this optimizer since the last update()"
             )
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         gradients = [one.grad for one in parameters if one.grad is not None]

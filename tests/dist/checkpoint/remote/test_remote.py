@@ -255,7 +255,7 @@ def test_two_ranks_save_to_one_address(tmp_path):
 
 def _save_apart(rank, world_size):
     dist.init()
-    with pytest.raises(CheckpointError, match="not visible here: all hosts must share"):
+    with pytest.raises(CheckpointError, match="not visible to this rank: all hosts must share"):
         save("memory://bucket/run", {"step": 1})
     dist.shutdown()
 
