@@ -144,7 +144,7 @@ def with_peak(machine: Machine, tflops: float) -> Machine:
         ValueError: the peak rate is not positive and finite.
     """
     if not (math.isfinite(tflops) and tflops > 0):
-        raise ValueError(f"the peak must be above 0 TFLOP/s, got {tflops}")
+        raise ValueError(f"the peak rate must be finite and above 0 TFLOP/s, got {tflops}")
     peak = tflops * TERA
     return replace(
         machine,

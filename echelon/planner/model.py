@@ -77,7 +77,7 @@ class Model:
             if not isinstance(value, bool):
                 least = 0 if field.name in ("kv_heads", "head_width", "hidden") else 1
                 if not isinstance(value, int) or value < least:
-                    raise ValueError(f"{field.name} must be at least {least}, got {value!r}")
+                    raise ValueError(f"{field.name} must be an integer >= {least}, got {value!r}")
         if not self.head_width and self.width % self.heads:
             raise ValueError(
                 f"width {self.width} cannot be divided evenly among {self.heads} heads"
@@ -161,8 +161,8 @@ def read_model(text: str) -> Model:
         path = path / "config.json"
     if not path.exists():
         raise ValueError(
-            f"unknown model {text!r}; use one of {', '.join(PRESETS)}, "
-            "layers=..,width=..,heads=.., or a config.json"
+            f"unknown model {text!r}; give one of the presets {', '.join(PRESETS)}, or sizes as "
+            "layers=N,width=N,heads=N, or the path of a config.json"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -212,7 +212,7 @@ def _from_config(config: Any, text: str) -> Model:
     missing = [name for name in ("layers", "width", "heads", "vocabulary") if name not in sizes]
     if missing:
         raise ValueError(
-            f"{text} is not a model's config.json: these keys are missing: {', '.join(missing)}"
+            f"{text} is not a model's config.json: it does not specify {', '.join(missing)}"
         )
     is_gpt2 = "n_embd" in config
     return Model(

@@ -79,8 +79,8 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
     every = [(layout, memory(model, layout, job)) for layout in layouts(model, job)]
     if not every:
         raise ValueError(
-            f"no layout of {job.ranks} ranks can evenly divide a batch of {job.batch} and the "
-            f"model's {model.layers} layers and {model.kv_heads} kv_heads"
+            f"no layout of {job.ranks} ranks can evenly divide a batch of {job.batch}, the "
+            f"model's {model.layers} layers and its {model.kv_heads} kv_heads"
         )
     room = memory_bytes * (1 - RESERVE)
     fitting = [pair for pair in every if pair[1].total <= room]

@@ -101,7 +101,7 @@ def test_a_config_of_hugging_face_is_read(tmp_path):
         ("layers=2,width=64,heads=4,depth=1", "unknown model setting 'depth'"),
         ("layers=2,width=x,heads=4", "width must be an integer"),
         ("layers=2,width=65,heads=4", "cannot be divided evenly"),
-        ("layers=0,width=64,heads=4", "layers must be at least 1, got 0"),
+        ("layers=0,width=64,heads=4", "layers must be an integer >= 1, got 0"),
         ("layers=2,width=64,heads=4,kv_heads=3", "heads must be a multiple of kv_heads"),
         ("layers=2,width=64,heads=4,is_tied=maybe", "true or false"),
     ],

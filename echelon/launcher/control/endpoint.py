@@ -146,8 +146,8 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
         secret = environ.get("ECHELON_SECRET", "").encode()
         if not secret:
             raise ValueError(
-                "multi-node jobs need a shared secret: --rdzv-secret-file FILE "
-                "(mode 0600), or ECHELON_SECRET, the same on all nodes"
+                "multi-node jobs need a shared secret: give --rdzv-secret-file FILE (mode 0600) "
+                "or set ECHELON_SECRET, with the same secret on all nodes"
             )
         return _checked(secret, "ECHELON_SECRET")
     try:
@@ -177,6 +177,6 @@ def _checked(secret: bytes, source: str) -> bytes:
         secret.decode()
     except UnicodeDecodeError:
         raise ValueError(
-            f"{source}: the secret is not text; create one with openssl rand -hex 32"
+            f"{source}: the secret is not valid UTF-8; create one with openssl rand -hex 32"
         ) from None
     return secret

@@ -109,7 +109,7 @@ class ControlServer:
         started.wait()
         if self._problems:
             self._thread.join()
-            raise LaunchError(f"cannot serve at {address}: {self._problems[0]}")
+            raise LaunchError(f"cannot listen on {address}: {self._problems[0]}")
 
     def send(self, node: str, command: Command) -> None:
         """Send a command to a node. Does not block; drops the command if the node has left."""
@@ -469,5 +469,5 @@ def _check_free(address: str) -> None:
             probe.bind((host, int(port)))
             probe.listen()
         except OSError as err:
-            hint = "; does another job use this port?" if err.errno == errno.EADDRINUSE else ""
-            raise LaunchError(f"cannot serve at {address}: {err.strerror or err}{hint}") from None
+            hint = "; is another job using this port?" if err.errno == errno.EADDRINUSE else ""
+            raise LaunchError(f"cannot listen on {address}: {err.strerror or err}{hint}") from None

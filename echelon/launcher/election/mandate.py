@@ -163,8 +163,8 @@ def _check(mandate: Mandate) -> None:
         *(text for one in nodes for text in (one.name, one.host, one.endpoint)),
     )  # fmt: skip
     if not all(type(number) is int for number in numbers):
-        raise TypeError("expected a number")
+        raise TypeError("a numeric field is not an integer")
     if not all(type(text) is str for text in texts):
-        raise TypeError("expected a string")
+        raise TypeError("a text field is not a string")
     if not mandate.electorates or not all(mandate.electorates):
         raise ValueError("the mandate does not name any voting nodes")

@@ -145,7 +145,7 @@ class Delivery:
                 start_new_session=True,
             )
         except OSError as err:
-            raise DeliveryError(f"cannot start: {err.strerror or err}") from err
+            raise DeliveryError(f"cannot start the command: {err.strerror or err}") from err
         if self._closing.is_set():  # set just before the command was started
             self._end_command()
         try:
@@ -153,11 +153,13 @@ class Delivery:
                 running.communicate(data, timeout=self._command_s)
         except subprocess.TimeoutExpired:
             self._end_command()
-            raise DeliveryError(f"killed: did not finish within {self._command_s:g} s") from None
+            raise DeliveryError(
+                f"the command was killed because it did not finish within {self._command_s:g} s"
+            ) from None
         finally:
             self._running = None
         if running.returncode:
-            raise DeliveryError(f"exit code {running.returncode}")
+            raise DeliveryError(f"the command ended with exit code {running.returncode}")
 
     def _end_command(self) -> None:
         running = self._running
@@ -187,13 +189,17 @@ class Delivery:
             err.close()
             if err.code in _REDIRECTS:
                 why = "redirects are not followed; give the final URL"
-                raise DeliveryError(f"HTTP {err.code}: {why}") from err
+                raise DeliveryError(f"the server returned HTTP {err.code}: {why}") from err
             may_retry = err.code == _TOO_MANY or err.code >= _SERVER_ERROR
-            raise DeliveryError(f"HTTP {err.code}", may_retry=may_retry) from err
+            raise DeliveryError(
+                f"the server returned HTTP {err.code}", may_retry=may_retry
+            ) from err
         except urllib.error.URLError as err:
             raise DeliveryError(f"cannot connect: {err.reason}", may_retry=True) from err
         except (OSError, http.client.HTTPException) as err:
-            raise DeliveryError(f"cannot connect: {type(err).__name__}", may_retry=True) from err
+            raise DeliveryError(
+                f"the request failed: {type(err).__name__}", may_retry=True
+            ) from err
         except ValueError as err:
             raise DeliveryError(f"not a valid URL: {err}") from err
 

@@ -154,7 +154,7 @@ def _witness(args: argparse.Namespace, conf: Conf, meeting: Rendezvous | None) -
     if not args.rdzv_witness or meeting is None:
         return ""
     if not conf.failover:
-        raise ValueError("--rdzv-witness needs --rdzv-conf failover=true, on all nodes")
+        raise ValueError("--rdzv-witness needs --rdzv-conf failover=true on all nodes")
     return join(*split(args.rdzv_witness, WITNESS_PORT, "--rdzv-witness"))
 
 

@@ -31,11 +31,13 @@ def num_workers(text: str) -> int:
         number = counts[text]() if text in counts else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected a number, auto, cpu, gpu or xpu, got {text!r}"
+            f"expected a number, 'auto', 'cpu', 'gpu' or 'xpu', got {text!r}"
         ) from None
     if text in counts and not number:
         makers = {"gpu": "NVIDIA", "xpu": "Intel"}
-        raise argparse.ArgumentTypeError(f"{text}: this machine has no {makers[text]} GPU")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} requires an {makers[text]} GPU, but this machine has none"
+        )
     if not 1 <= number <= _MAX_LOCAL_RANKS:
         raise argparse.ArgumentTypeError(f"must be from 1 to {_MAX_LOCAL_RANKS}, got {number}")
     return number
@@ -58,7 +60,7 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
 def torch_backend(text: str) -> str:
     """Parse the name of the backend that replaces gloo: "echelon", or "" for none."""
     if text not in ("", "echelon"):
-        raise argparse.ArgumentTypeError(f"{text!r}: gloo can only be replaced by echelon")
+        raise argparse.ArgumentTypeError(f"gloo can only be replaced by 'echelon', got {text!r}")
     return text
 
 
@@ -149,7 +151,9 @@ def collector(text: str) -> str:
     if text in ("", "env"):
         return text
     if not _is_web(text):
-        raise argparse.ArgumentTypeError(f"expected an http(s) URL or env, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected an http:// or https:// URL or 'env', got {text!r}"
+        )
     _check_host(text)
     return text
 

@@ -133,7 +133,7 @@ def _serve(run_dir: Path, address: str, port: int) -> int:
     try:
         server = PageServer(address, port, lambda: state_of(run_dir))
     except OSError as err:
-        raise LaunchError(f"cannot serve at {join(address, port)}: {err.strerror or err}") from err
+        raise LaunchError(f"cannot listen on {join(address, port)}: {err.strerror or err}") from err
     print(f"{run_dir} at {server.url} (stop with Ctrl-C)", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         server.serve()

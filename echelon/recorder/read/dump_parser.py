@@ -118,4 +118,4 @@ def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]
 
 def _check_indices(table: npt.NDArray[Any], column: str, limit: int) -> None:
     if len(table) and int(table[column].max()) >= limit:
-        raise ValueError(f"column {column!r} refers to a row outside its table")
+        raise ValueError(f"column {column!r} refers to a row that does not exist")

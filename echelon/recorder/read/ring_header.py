@@ -68,7 +68,7 @@ def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> L
     if size < layout.file_bytes:
         raise DumpFormatError(
             (
-                f"{path}: the ring is truncated: it has {size} B, but its header says "
+                f"{path}: the ring is truncated; it has {size} B, but its header declares "
                 f"{layout.file_bytes} B"
             ),
             path=path,

@@ -42,7 +42,11 @@ def test_a_name_that_does_not_exist_yet_stops_only_who_must_know_its_place_by_it
     ("secret", "mode", "said"),
     [
         (b"short", 0o600, "the secret has 5 bytes, but at least"),
-        (b"\xff" * 40, 0o600, "the secret is not text; create one with openssl rand -hex 32"),
+        (
+            b"\xff" * 40,
+            0o600,
+            "the secret is not valid UTF-8; create one with openssl rand -hex 32",
+        ),
         (b"a-secret-of-the-tests", 0o644, "other users can access the file; run chmod 600"),
     ],
 )

@@ -150,7 +150,7 @@ def test_an_endpoint_that_is_taken_is_one_line(cluster):
         node = job.start("--nnodes", "2", rank=0)
         assert node.end() == 2
     (line,) = node.lines
-    assert f"cannot serve at {job.endpoint}: Address already in use; does another job" in line
+    assert f"cannot listen on {job.endpoint}: Address already in use; is another job" in line
 
 
 def test_nobody_to_join_is_one_line(cluster):

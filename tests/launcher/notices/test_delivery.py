@@ -82,9 +82,12 @@ def test_a_command_gets_each_notice_on_its_stdin_in_order(tmp_path, said):
 @pytest.mark.parametrize(
     ("command", "line"),
     [
-        ("exit 7", "--notify exit: exit code 7"),
+        ("exit 7", "--notify exit: the command ended with exit code 7"),
         ("true", ""),  # a command need not read
-        ("/nonexistent/mail", "--notify /nonexistent/mail: exit code 127"),
+        (
+            "/nonexistent/mail",
+            "--notify /nonexistent/mail: the command ended with exit code 127",
+        ),
     ],
 )
 def test_a_command_that_fails_is_one_line(command, line, said):
@@ -100,7 +103,8 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path, said):
     delivery = Delivery(command, said.append, command_s=0.3)
     delivery.send(NOTICE)
     delivery.close(60)
-    assert said == ["--notify (while: killed: did not finish within 0.3 s"]
+    why = "the command was killed because it did not finish within 0.3 s"
+    assert said == [f"--notify (while: {why}"]
     alive.unlink(missing_ok=True)
     time.sleep(0.1)  # its loop would have made it again
     assert not alive.exists()
@@ -150,7 +154,7 @@ def test_a_server_that_refuses_is_one_line_without_the_urls_secrets(codes, tries
     delivery.send(NOTICE)
     delivery.close(60)
     assert len(server.bodies) == tries
-    assert said == [f"--notify http://127.0.0.1: HTTP {codes[0]}"]
+    assert said == [f"--notify http://127.0.0.1: the server returned HTTP {codes[0]}"]
 
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
@@ -162,7 +166,7 @@ def test_a_notice_and_its_password_do_not_follow_a_redirect(code, receiver, said
     delivery.close(20.0)
     assert len(first.bodies) == 1
     assert other.users == []
-    line = f"--notify http://127.0.0.1: HTTP {code}: redirects are not followed"
+    line = f"--notify http://127.0.0.1: the server returned HTTP {code}: redirects are not followed"
     assert said == [f"{line}; give the final URL"]
 
 
@@ -186,4 +190,4 @@ def test_a_server_that_never_answers_is_given_up(said):
         delivery.send(NOTICE)
         delivery.close(60)
     (line,) = said
-    assert line.startswith("--notify http://127.0.0.1: cannot connect")
+    assert line.startswith("--notify http://127.0.0.1: the request failed: ")

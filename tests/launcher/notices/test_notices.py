@@ -45,7 +45,7 @@ def test_lines_of_receivers_are_printed_by_the_caller_and_a_taken_port_costs_one
     assert said[0].startswith("no metrics at 203.0.113.1 port 9: ")
     outside(o.JobEnded(ended_by="worker", exit_code=0, error=""))
     outside.close()
-    assert said[1:] == ["--notify exit: exit code 3"]
+    assert said[1:] == ["--notify exit: the command ended with exit code 3"]
 
 
 @pytest.mark.ranks
@@ -75,4 +75,4 @@ def test_a_job_that_restarts_sends_verdict_restart_and_end(tmp_path):
     assert by_event["restart"]["decision"]
     assert (by_event["end"]["exit_code"], notices[-1]["event"]) == (0, "end")
     assert "metrics at http://127.0.0.1:" in done.stderr
-    assert done.stderr.count("--notify exit: exit code 9") == 3
+    assert done.stderr.count("--notify exit: the command ended with exit code 9") == 3

@@ -237,4 +237,4 @@ def test_the_endpoint_is_a_url_or_env(capsys):
     for wrong in ("collector:4318", "http://", "http://a b"):
         with pytest.raises(SystemExit):
             parse(["--otlp", wrong, __file__], {})
-    assert "expected an http(s) URL or env, got" in capsys.readouterr().err
+    assert "expected an http:// or https:// URL or 'env', got" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_a_module_and_a_program_need_no_file():
         (["--nproc-per-node", "0", "x.py"], "must be from 1 to"),
         (
             ["--nproc-per-node", "two", "x.py"],
-            "expected a number, auto, cpu, gpu or xpu, got 'two'",
+            "expected a number, 'auto', 'cpu', 'gpu' or 'xpu', got 'two'",
         ),
         (["--stall-timeout", "0", "x.py"], "must be finite and above 0, got 0"),
         (["--stall-timeout", "nan", "x.py"], "must be finite and above 0, got nan"),

@@ -70,14 +70,14 @@ def unpack(text: str) -> Memory:
 
 def _number(value: object) -> int:
     if type(value) is not int:
-        raise TypeError(f"expected a number, got {value!r:.50}")
+        raise TypeError(f"expected an integer, got {value!r:.50}")
     return value
 
 
 def _failure(values: Any) -> Failure:
     """Build a failure from deserialized values, checking the type of each field."""
     if not isinstance(values, dict):
-        raise TypeError(f"expected the fields of a failure, got {values!r:.50}")
+        raise TypeError(f"expected a JSON object with the fields of a failure, got {values!r:.50}")
     read: dict[str, Any] = {name: _CHECKS[name](value) for name, value in values.items()}
     return Failure(**read)
 

@@ -116,7 +116,7 @@ def _checked(kind: type[Task | Finding], text: str) -> dict[str, Any]:
     for name, value in values.items():
         wanted = _KINDS.get(types[name], dict)
         if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
-            raise ValueError(f"field {name} of a probe's message is invalid: {value!r:.50}")
+            raise ValueError(f"field {name!r} of a probe's message is invalid: {value!r:.50}")
     if not {"probe", *(("state", "text") if kind is Finding else ())} <= values.keys():
         raise ValueError(f"the message is not from a probe: {text:.100}")
     return values
