@@ -445,8 +445,8 @@ class Store(ABC):
             else (f"{len(keys) - len(missing)} of {len(keys)} keys exist (missing: {_few(names)})")
         )
         raise StoreTimeoutError(
-            f"{operation}({first!r}) on {self.endpoint} after {deadline.timeout_s:.1f} s: "
-            f"{story}. Check the rank that should set the key",
+            f"{operation}({first!r}) on {self.endpoint} timed out after "
+            f"{deadline.timeout_s:.1f} s: {story}. Check the rank that should set the key",
             key=first,
             endpoint=self.endpoint,
             missing=names,
@@ -465,8 +465,9 @@ class Store(ABC):
         name = key.decode("utf-8", "replace")
         who = f" (missing: {_few([str(rank) for rank in missing])})" if missing else ""
         raise StoreTimeoutError(
-            f"{operation}({name!r}) on {self.endpoint} after {deadline.timeout_s:.1f} s: "
-            f"{came} of {world_size} ranks arrived{who}. See the output of the missing ranks",
+            f"{operation}({name!r}) on {self.endpoint} timed out after "
+            f"{deadline.timeout_s:.1f} s: {came} of {world_size} ranks arrived{who}. "
+            "See the output of the missing ranks",
             key=name,
             endpoint=self.endpoint,
             missing=missing,

@@ -33,7 +33,7 @@ def job_secret(host: str, port: int) -> bytes | None:
     try:
         job = json.loads(Path(path).read_text())
     except (OSError, ValueError) as err:
-        raise ValueError(f"ECHELON_JOB_FILE={path}: {err}") from err
+        raise ValueError(f"cannot read ECHELON_JOB_FILE={path}: {err}") from err
     secret = job.get("secret") if isinstance(job, dict) else None
     return secret.encode() if isinstance(secret, str) else None
 

@@ -126,7 +126,7 @@ class FileStore(Store):
         if not stat.S_ISREG(status.st_mode):
             raise self._error("the path is not a regular file")
         if status.st_uid != os.geteuid():
-            raise self._error(f"the file belongs to another user ({status.st_uid})")
+            raise self._error(f"the file belongs to another user (UID {status.st_uid})")
         if status.st_mode & 0o022:
             raise self._error("other users can write to the file; run chmod 600 on it")
 

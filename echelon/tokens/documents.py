@@ -107,7 +107,11 @@ def _lines(file: TextIO, path: Path, field: str) -> Iterator[Document]:
 def _text_of(row: Any, field: str, where: str) -> str:
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f'{where} has no text field "{field}" (it has: {known})')
+        found = (
+            f"its fields: {', '.join(row)}"
+            if isinstance(row, dict)
+            else f"expected an object, got {type(row).__name__}"
+        )
+        raise ValueError(f'{where} has no text in the field "{field}" ({found})')
     # JSON may hold half a surrogate pair, which no tokenizer accepts.
     return text.encode("utf-8", "replace").decode()

@@ -308,7 +308,7 @@ class TokenLoader:
     def _require_same(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != _VERSION:
             raise ValueError(
-                f"the position has version {state.get('version')}, but this "
+                f"the saved position has version {state.get('version')}, but this "
                 f"loader reads version {_VERSION}"
             )
         for name in ("context", "seed"):
@@ -319,8 +319,8 @@ class TokenLoader:
                 )
         if state.get("pack_documents", False) != self._packs:
             raise ValueError(
-                f"the position was saved with pack_documents {not self._packs}, but this "
-                f"loader has {self._packs}: the samples would differ"
+                f"the position was saved with pack_documents={not self._packs}, but this "
+                f"loader has pack_documents={self._packs}: the samples would differ"
             )
         here = {source.name: source.shards for source in self.sources}
         for name, row in state["sources"].items():

@@ -45,7 +45,8 @@ class Source:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ValueError(
-                f"the weight of source {self.name!r} must be at least 0, got {self.weight}"
+                f"the weight of source {self.name!r} must be finite and at least 0, got "
+                f"{self.weight}"
             )
 
 

@@ -72,8 +72,8 @@ class TokenShards:
             number += 1
         if num_tokens and int(out.max()) >= self.index.vocabulary_size:
             raise TokenShardsError(
-                f"{self.folder}: token {int(out.max())} near position {first} is not in its "
-                f"vocabulary of {self.index.vocabulary_size}: the file is damaged",
+                f"{self.folder}: token {int(out.max())} near position {first} is outside the "
+                f"vocabulary of {self.index.vocabulary_size} tokens: a file is damaged",
                 path=self.folder,
             )
         return out

@@ -90,7 +90,7 @@ def _tokenizers(name: str, path: str) -> Tokenizer:
     ends = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
     found = [token for end in ends if (token := tokenizer.token_to_id(end)) is not None]
     if not found:
-        raise ValueError(f"{path} has no token that ends a document, such as {', '.join(ends)}")
+        raise ValueError(f"{path} has no end-of-document token; expected one of {', '.join(ends)}")
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
     return Tokenizer(
         name=name,

@@ -134,7 +134,7 @@ def test_a_refused_write_fails_the_next_call(client):
     store = client()
     store.set("n", b"x" * (8 << 20))
     store.append("n", b"y")
-    with pytest.raises(StoreError, match="refused: append: the value of n would be"):
+    with pytest.raises(StoreError, match="refused: append: the value of key n would be"):
         until(lambda: store.num_keys() == 0, "the refusal is seen")
     assert store.num_keys() == 1
 
@@ -344,7 +344,9 @@ def test_a_port_that_no_server_can_have_is_refused_at_once(port, is_master):
 
 
 def test_a_taken_port_is_one_line(server):
-    with pytest.raises(StoreError, match=r"Address already in use\. Another server has the port"):
+    with pytest.raises(
+        StoreError, match=r"Address already in use\. Another server is using the port"
+    ):
         StoreServer("127.0.0.1", server.port)
 
 
@@ -393,7 +395,7 @@ def test_rounds_of_different_sizes_are_an_error_not_a_hang(client):
     until(lambda: second.statistics().num_waiters == 1, "the first is there")
     with pytest.raises(
         StoreError,
-        match="barrier of 3 ranks at b, but other ranks are already waiting there in a "
+        match="barrier of 3 ranks at key b, but other ranks are already waiting there in a "
         "barrier of 2 ranks",
     ):
         second.barrier("b", 3, rank=1)

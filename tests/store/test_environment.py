@@ -55,5 +55,5 @@ def test_a_secret_that_was_given_is_the_one_that_counts(job):
 
 def test_a_job_file_that_cannot_be_read_is_an_error(job, tmp_path):
     (tmp_path / "job.json").write_text("{")
-    with pytest.raises(ValueError, match="ECHELON_JOB_FILE="):
+    with pytest.raises(ValueError, match="cannot read ECHELON_JOB_FILE="):
         TCPStore("127.0.0.1", job.port, timeout=20.0)

@@ -130,7 +130,7 @@ def test_no_link_and_no_file_of_another_user_is_taken(tmp_path):
     if os.geteuid() == 0:
         path.chmod(0o600)
         os.chown(path, 65534, -1)
-        with pytest.raises(StoreError, match=r"belongs to another user .65534"):
+        with pytest.raises(StoreError, match=r"belongs to another user \(UID 65534\)"):
             FileStore(path)
     with pytest.raises(StoreError, match="not a regular file"):
         FileStore("/dev/null")

@@ -196,7 +196,9 @@ def test_impossible_arguments_are_refused(counted, settings, message):
 def test_names_differ_and_weights_are_numbers(counted):
     with pytest.raises(ValueError, match="the same name"):
         TokenLoader([counted, counted], context=10, batch=1)
-    with pytest.raises(ValueError, match="weight of source 'x' must be at least 0, got -1"):
+    with pytest.raises(
+        ValueError, match="weight of source 'x' must be finite and at least 0, got -1"
+    ):
         Source("x", counted.shards, weight=-1)
 
 

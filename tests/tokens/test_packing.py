@@ -117,7 +117,7 @@ def test_the_stream_continues_at_the_sample_on_another_number_of_ranks(source, l
 def test_a_position_in_windows_is_none_in_packed_rows(source, loader_of):
     state = loader_of(source, pack_documents=False).state_dict()
     with pytest.raises(
-        ValueError, match="saved with pack_documents False, but this loader has True"
+        ValueError, match="saved with pack_documents=False, but this loader has pack_documents=True"
     ):
         loader_of(source).load_state_dict(state)
     del state["pack_documents"]  # of before there was packing

@@ -134,7 +134,9 @@ def test_a_flipped_bit_is_found_by_verify_and_a_foreign_token_by_reading(tmp_pat
     path.write_bytes(data)
     with pytest.raises(TokenShardsError, match=r"tokens_00000\.bin: the file is damaged"):
         shards.verify()
-    with pytest.raises(TokenShardsError, match="is not in its vocabulary of 11000"):
+    with pytest.raises(
+        TokenShardsError, match="is outside the vocabulary of 11000 tokens: a file is damaged"
+    ):
         TokenShards(tmp_path / "x").read(0, 10)
 
 

@@ -35,9 +35,9 @@ def check_version(path: Path, version: object) -> tuple[int, int]:
         raise DumpFormatError(f"{path}: the file does not state its format version", path=path)
     if version[0] != FORMAT_MAJOR:
         raise DumpFormatError(
-            f"{path}: the file has format {version[0]}.{version[1]}, but this fr-analyze reads "
-            f"{FORMAT_MAJOR}.x (and writes {FORMAT_MAJOR}.{FORMAT_MINOR}). Use the version of "
-            "echelon that wrote the file",
+            f"{path}: the file has format {version[0]}.{version[1]}, but this version of echelon "
+            f"reads {FORMAT_MAJOR}.x (and writes {FORMAT_MAJOR}.{FORMAT_MINOR}). Use the version "
+            "of echelon that wrote the file",
             path=path,
         )
     return version[0], version[1]

@@ -291,7 +291,9 @@ def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
     answer = channel.take(4, deadline)
     if answer == p.pack_u32(p.OUR_NONCE):
         if secret is not None:
-            raise StoreConnectionError("the server is torch's, which does not support secrets")
+            raise StoreConnectionError(
+                "the server is a torch TCPStore, which does not support secrets"
+            )
         return
     if answer != p.pack_u32(p.OUR_ANSWER):
         raise StoreProtocolError(

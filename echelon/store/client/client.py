@@ -89,7 +89,7 @@ class TCPStore(Store):
         self._timeout_s = seconds(timeout)
         if not 0 <= port <= 65535 or (port == 0 and not is_master):
             raise ValueError(
-                f"port {port}: a server's port must be from 1 to 65535; only a master may pass 0"
+                f"port {port}: a server's port must be from 1 to 65535; 0 requires is_master=True"
             )
         self._observer = job_observer() if observer is None else observer
         self._secret = trust.secret_bytes(job_secret(host_name, port) if secret is None else secret)
@@ -176,9 +176,9 @@ class TCPStore(Store):
         while is_master and joined < world_size:
             if deadline.left_s <= 0:
                 raise StoreTimeoutError(
-                    f"TCPStore on {self.endpoint} after {deadline.timeout_s:.1f} s: {joined} "
-                    f"of {world_size} workers joined. See the output of the missing workers, "
-                    "and check that they connect to this address",
+                    f"TCPStore on {self.endpoint} timed out after {deadline.timeout_s:.1f} s: "
+                    f"{joined} of {world_size} workers joined. See the output of the missing "
+                    "workers, and check that they connect to this address",
                     endpoint=self.endpoint,
                 )
             pause.wait(0.005)
@@ -197,7 +197,8 @@ class TCPStore(Store):
         """
         if not isinstance(self._calls, OurCalls):
             raise StoreError(
-                f"statistics on {self.endpoint}: the server is torch's, which keeps no statistics",
+                f"statistics on {self.endpoint}: the server is a torch TCPStore, "
+                "which keeps no statistics",
                 endpoint=self.endpoint,
             )
         return self._calls.statistics()

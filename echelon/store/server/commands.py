@@ -69,8 +69,8 @@ def _on_append(peer: Peer, key: bytes, value: bytes) -> None:
     size = len(peer.state.values.get(key, b"")) + len(value)
     if size > peer.hub.limits.value_bytes:
         raise ValueError(
-            f"append: the value of {show_key(key)} would be {size} bytes long, but the limit is "
-            f"{peer.hub.limits.value_bytes}"
+            f"append: the value of key {show_key(key)} would be {size} bytes long, but the limit "
+            f"is {peer.hub.limits.value_bytes}"
         )
     peer.state.append(key, value)
 
@@ -125,7 +125,9 @@ def _on_barrier(peer: Peer, key: bytes, world_size: int) -> None:
 def demand_room_to_wait(peer: Peer) -> None:
     """Raise ValueError if the connection has reached its limit on open waits."""
     if peer.state.num_waits_of(peer) >= peer.hub.limits.num_waiters:
-        raise ValueError(f"the connection has more than {peer.hub.limits.num_waiters} open waits")
+        raise ValueError(
+            f"the connection cannot have more than {peer.hub.limits.num_waiters} open waits"
+        )
 
 
 # The function of each query of torch's; VALIDATE is the parser's.

@@ -212,7 +212,7 @@ class Hub:
         held = sum(map(len, connection.watches.values())) + len(watched)
         if held > self.limits.num_watched_keys:
             raise ValueError(
-                f"the connection watches more than {self.limits.num_watched_keys} keys"
+                f"the connection cannot watch more than {self.limits.num_watched_keys} keys"
             )
         connection.watches[tag] = watched
         for key in watched:

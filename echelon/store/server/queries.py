@@ -52,12 +52,13 @@ def _hello(peer: Peer, tag: int, client_nonce: bytes, version: int, session: byt
     del tag
     if version != p.EXTENSION_VERSION:
         raise ValueError(
-            f"the client has extension version {version}, but this server has {p.EXTENSION_VERSION}"
+            f"the client uses version {version} of echelon's protocol extension, but this server "
+            f"uses {p.EXTENSION_VERSION}: use the same version of echelon for both"
         )
     if len(client_nonce) != trust.NONCE_BYTES or len(session) != trust.SESSION_BYTES:
-        raise ValueError("a nonce or session has the wrong size")
+        raise ValueError("a nonce or the session ID has the wrong length")
     if peer.session and peer.session != session:
-        raise ValueError("the session of a connection must not change")
+        raise ValueError("the session ID of a connection must not change")
     secret = peer.hub.secret
     server_nonce, proof = b"", b""
     if secret and not peer.is_sealed:
@@ -249,11 +250,13 @@ def _presence(peer: Peer, _: int, key: bytes, value: bytes, lease_ms: int) -> by
         raise ValueError("a presence needs a session: send HELLO first")
     if not _MIN_LEASE_MS <= lease_ms <= _MAX_LEASE_MS:
         raise ValueError(
-            f"the lease for {show_key(key)} must be from {_MIN_LEASE_MS} to {_MAX_LEASE_MS} ms, "
-            f"got {lease_ms}"
+            f"the lease for key {show_key(key)} must be from {_MIN_LEASE_MS} to "
+            f"{_MAX_LEASE_MS} ms, got {lease_ms}"
         )
     if peer.hub.leases.num_of(peer.session) >= peer.hub.limits.num_presences:
-        raise ValueError(f"the session has more than {peer.hub.limits.num_presences} presences")
+        raise ValueError(
+            f"the session cannot have more than {peer.hub.limits.num_presences} presences"
+        )
     peer.hub.leases.take(peer.session, key, value, lease_ms / 1000)
     return b""
 

@@ -125,7 +125,8 @@ class StoreServer:
             self._thread.start()
         if not started.wait(_START_S):
             raise StoreTimeoutError(
-                f"store server on {self._endpoint}: its loop did not start within {_START_S:.0f} s",
+                f"store server on {self._endpoint}: the event loop did not start within "
+                f"{_START_S:.0f} s",
                 endpoint=self._endpoint,
             )
         atexit.register(self.close)
@@ -270,7 +271,7 @@ class StoreServer:
             return answer.result(timeout=_CLOSE_S)
         except concurrent.futures.TimeoutError:
             raise StoreTimeoutError(
-                f"store server on {self._endpoint}: its loop did not answer within "
+                f"store server on {self._endpoint}: the event loop did not answer within "
                 f"{_CLOSE_S:.0f} s. Is other code in this process holding the interpreter "
                 "lock (GIL)?",
                 endpoint=self._endpoint,
@@ -370,9 +371,9 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
         return [_listen(socket.AF_INET, ("0.0.0.0", port))]  # noqa: S104 - asked for, and authenticated
     hint = ""
     if problem.errno == errno.EADDRNOTAVAIL:
-        hint = ". Bind an address of this machine, or '0.0.0.0' (then with a secret)"
+        hint = ". Bind an address of this machine, or '0.0.0.0' together with a secret"
     elif problem.errno == errno.EADDRINUSE:
-        hint = ". Another server has the port; use port 0 for any free one"
+        hint = ". Another server is using the port; use port 0 to get any free port"
     raise StoreError(
         f"store server: cannot bind {host}:{port}: {problem.strerror}{hint}",
         endpoint=f"{host}:{port}",

@@ -44,7 +44,7 @@ def packed(
             size += len(strings[end]) + 8
             end += 1
         if size > limit_bytes:
-            raise ValueError(f"{operation} exceeds the limit of {limit_bytes} bytes")
+            raise ValueError(f"the reply to {operation} exceeds the limit of {limit_bytes} bytes")
         pieces.append(p.pack_strings(strings[start:end]))
         start = end
     return pieces

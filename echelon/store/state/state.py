@@ -96,7 +96,7 @@ class StoreState:
                 f"key {show_key(key)} contains {held[:40]!r}, which is not an integer"
             ) from None
         if not INT64_MIN <= total <= INT64_MAX:
-            raise ValueError(f"the value of {show_key(key)} would not fit in 64 bits: {total}")
+            raise ValueError(f"the value of key {show_key(key)} would not fit in 64 bits: {total}")
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
@@ -331,12 +331,14 @@ class StoreState:
         """
         named = rank >= 0 or wants is Wants.GATHER
         if not 1 <= world_size <= MAX_WORLD_SIZE or (named and not 0 <= rank < world_size):
-            raise ValueError(f"invalid rank {rank} or world size {world_size} at {show_key(key)}")
+            raise ValueError(
+                f"invalid rank {rank} or world size {world_size} at key {show_key(key)}"
+            )
         round_ = self.rounds.setdefault(key, Round(wants, world_size))
         if (round_.wants, round_.world_size) != (wants, world_size):
             raise ValueError(
-                f"this is a {wants.value} of {world_size} ranks at {show_key(key)}, but other "
-                f"ranks are already waiting there in a {round_.wants.value} of "
+                f"this is a {wants.value} of {world_size} ranks at key {show_key(key)}, but "
+                f"other ranks are already waiting there in a {round_.wants.value} of "
                 f"{round_.world_size} ranks"
             )
         earlier = round_.by_rank.get(rank)

@@ -339,11 +339,13 @@ class Parser:
         first = (yield 1)[0]
         if first != p.VALIDATE:
             raise StoreProtocolError(
-                f"not a store client: its first byte is 0x{first:02x}, not VALIDATE"
+                f"the peer is not a store client: its first byte is 0x{first:02x}, not VALIDATE"
             )
         (magic,) = _U32.unpack((yield 4))
         if magic != p.VALIDATE_MAGIC:
-            raise StoreProtocolError(f"not a store client: its VALIDATE has magic 0x{magic:08x}")
+            raise StoreProtocolError(
+                f"the peer is not a store client: its VALIDATE has magic number 0x{magic:08x}"
+            )
         return None
 
     def _command(self, query: int) -> _Steps:

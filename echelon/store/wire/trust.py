@@ -55,7 +55,7 @@ def secret_bytes(secret: str | bytes | None) -> bytes | None:
     if len(raw) < MIN_SECRET_BYTES:
         raise ValueError(
             f"the secret has {len(raw)} bytes, but at least {MIN_SECRET_BYTES} are needed "
-            "(create one with openssl rand -hex 32)"
+            "(create one with `openssl rand -hex 32`)"
         )
     return raw
 
@@ -71,7 +71,7 @@ def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instanc
         NONCE_BYTES,
         SESSION_BYTES,
     ):
-        raise ValueError("a nonce or session has the wrong size")
+        raise ValueError("a nonce or the session ID has the wrong length")
     return client_nonce + server_nonce + session + instance
 
 

@@ -240,7 +240,9 @@ def test_a_ring_of_a_newer_major_is_refused(good, tmp_path):
     data = bytearray(good[0])
     data[8:10] = (3).to_bytes(2, "little")
     (tmp_path / "ring").write_bytes(data)
-    with pytest.raises(DumpFormatError, match=r"format 3\.\d+, but this fr-analyze reads 2\.x"):
+    with pytest.raises(
+        DumpFormatError, match=r"format 3\.\d+, but this version of echelon reads 2\.x"
+    ):
         read(tmp_path / "ring")
 
 
