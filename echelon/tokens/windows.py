@@ -36,7 +36,8 @@ class Windows:
     def __init__(self, shards: TokenShards, context: int, *, masks: bool = False) -> None:
         if len(shards) <= context:
             raise ValueError(
-                f"{len(shards):,} tokens are too few: context {context} needs {context + 1}"
+                f"{len(shards):,} tokens are too few: context {context} requires at least "
+                f"{context + 1}"
             )
         self.shards = shards
         self.context = context

@@ -99,8 +99,8 @@ class ShardWriter:
             raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
         if end_of_document is not None and not 0 <= end_of_document < vocabulary_size:
             raise ValueError(
-                f"end_of_document must be below vocabulary_size ({vocabulary_size}), got "
-                f"{end_of_document}"
+                f"end_of_document must be at least 0 and below vocabulary_size "
+                f"({vocabulary_size}), got {end_of_document}"
             )
         self._folder = folder
         self._vocabulary_size = vocabulary_size
@@ -138,7 +138,9 @@ class ShardWriter:
         if not wide.size:
             return
         if wide.ndim != 1 or wide.dtype.kind not in "iu":
-            raise ValueError(f"tokens must be integers [N], got {wide.dtype} {list(wide.shape)}")
+            raise ValueError(
+                f"tokens must be integers of shape [N], got {wide.dtype} {list(wide.shape)}"
+            )
         low, high = int(wide.min()), int(wide.max())
         if low < 0 or high >= self._vocabulary_size:
             wrong = low if low < 0 else high
@@ -249,7 +251,7 @@ class ShardWriter:
             if not self._folder.exists():
                 raise
             raise TokenShardsError(
-                f"{self._folder} was created by another process while this one wrote it",
+                f"{self._folder} was created by another process while this one was writing it",
                 path=self._folder,
             ) from error
         _flush_folder(self._folder.parent)

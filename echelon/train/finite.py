@@ -202,7 +202,10 @@ class FiniteGuard:
         where = "no rank holds a non-finite gradient now"
         if found is not None:
             ranks = ", ".join(map(str, found.ranks[:8])) + (" ..." if len(found.ranks) > 8 else "")
-            where = f"first: {found.parameter!r} on rank {found.rank}; on ranks {ranks}"
+            where = (
+                f"first affected parameter: {found.parameter!r} on rank {found.rank}; "
+                f"non-finite gradients on ranks {ranks}"
+            )
         raise NonFiniteGradientError(
             f"{self._num_in_a_row} steps in a row had non-finite gradients (norm {norm}, "
             f"{self._num_skipped} skipped in total)\n{where}\n"

@@ -245,19 +245,19 @@ def _check(
 ) -> None:
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"hidden must be [..., C] and weight [V, C], got {list(hidden.shape)} and "
+            f"hidden must have shape [..., C] and weight [V, C], got {list(hidden.shape)} and "
             f"{list(weight.shape)}"
         )
     part = slice_of(weight)
     if part is not None:
         raise ValueError(
-            f"weight holds rows {part.index * len(weight)} to "
-            f"{(part.index + 1) * len(weight) - 1} of the head's {part.shape[0]} rows, which "
-            "axis tp divides: leave the head out of plan.tensor"
+            f"weight holds only rows {part.index * len(weight)} to "
+            f"{(part.index + 1) * len(weight) - 1} of the head's {part.shape[0]} rows, because "
+            "axis tp splits the head: leave the head out of plan.tensor"
         )
     if hidden.shape[:-1] != targets.shape or targets.dtype != torch.int64:
         raise ValueError(
-            f"targets must be int64 {list(hidden.shape[:-1])}, one per hidden state, got "
+            f"targets must be int64 of shape {list(hidden.shape[:-1])}, one per hidden state, got "
             f"{targets.dtype} {list(targets.shape)}"
         )
     if not hidden.is_floating_point() or not weight.is_floating_point():

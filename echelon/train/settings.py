@@ -45,7 +45,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         values: dict[str, Any] = tomllib.loads(text.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
     return values
 
 

@@ -93,7 +93,10 @@ def test_a_step_with_gradients_that_are_not_finite_changes_nothing(make_trainer)
 def test_too_many_such_steps_end_the_run(make_trainer):
     trainer = make_trainer(max_skipped=2)
     poison(trainer)
-    with pytest.raises(NonFiniteGradientError, match=r"2 steps in a row .*\nfirst: 'token.weight'"):
+    with pytest.raises(
+        NonFiniteGradientError,
+        match=r"2 steps in a row .*\nfirst affected parameter: 'token.weight'",
+    ):
         poison(trainer)
 
 

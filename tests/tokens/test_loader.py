@@ -185,7 +185,7 @@ def test_closing_leaves_no_thread_and_the_loader_refuses_to_go_on(counted, loade
         ({"prefetch": 0}, "prefetch must be at least 1"),
         ({"num_workers": 0}, "num_workers must be at least 1"),
         ({"rank": 2, "world_size": 2}, "rank must be from 0 to 1, got 2"),
-        ({"context": 1000}, "1,000 tokens are too few: context 1000 needs 1001"),
+        ({"context": 1000}, "1,000 tokens are too few: context 1000 requires at least 1001"),
     ],
 )
 def test_impossible_arguments_are_refused(counted, settings, message):

@@ -70,7 +70,10 @@ def test_too_many_in_a_row_are_an_error_that_says_where():
         _spoilt(model, value)
         guard.clip_grad_norm_(1.0)
     _spoilt(model, math.nan)
-    message = "3 steps in a row.*norm nan, 5 skipped in total.*\nfirst: 'weight' on rank 0"
+    message = (
+        "3 steps in a row.*norm nan, 5 skipped in total.*\n"
+        "first affected parameter: 'weight' on rank 0"
+    )
     with pytest.raises(NonFiniteGradientError, match=message) as caught:
         guard.clip_grad_norm_(1.0)
     assert (caught.value.rank, caught.value.parameter) == (0, "weight")
@@ -142,7 +145,7 @@ def test_all_ranks_skip_alike_and_stop_with_the_rank_and_the_parameter():
     assert [taken for taken, _ in first[:4]] == [True, False, True, False]
     rank, parameter, message = first[4]
     assert (rank, parameter) == (1, "blocks.0.up.weight")
-    assert "on rank 1; on ranks 1" in message
+    assert "on rank 1; non-finite gradients on ranks 1" in message
 
 
 def _stages(rank, size):

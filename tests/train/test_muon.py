@@ -141,7 +141,7 @@ def test_a_matrix_that_tensor_parallelism_divides_is_refused():
 
     matrix = _matrices()[0]
     set_slice(matrix, Slice(shape=(24, 12), dim=0, index=0, count=2))
-    with pytest.raises(ValueError, match=r"\[24, 12\], is divided among 2 ranks of axis tp"):
+    with pytest.raises(ValueError, match=r"\[24, 12\] is split across the 2 ranks of axis tp"):
         Muon([matrix])
     Muon([{"params": [matrix], "algorithm": "adamw"}])
 
@@ -363,7 +363,9 @@ def _divided(rank, size, layout, options):
     models.join()
     mesh = DeviceMesh(tuple(layout.values()), tuple(layout))
     parallel = parallelize(make_model("llama"), mesh, loss_fn=loss_of, **options)
-    with pytest.raises(ValueError, match=r"divided among 2 ranks of axis tp: pass tensor_group="):
+    with pytest.raises(
+        ValueError, match=r"split across the 2 ranks of axis tp: pass tensor_group="
+    ):
         Muon(parallel.model)
     tensor = mesh.group("tp")
     optimizers = [Muon(parallel.model, tensor_group=tensor, **_WITH_TP), Muon(parallel, **_WITH_TP)]

@@ -116,7 +116,7 @@ def test_differences_are_named_with_both_values():
 
 def test_a_file_that_is_not_toml_is_named(tmp_path):
     (tmp_path / "x.toml").write_text("= 3")
-    with pytest.raises(ValueError, match=r"x\.toml is not TOML: .*line 1"):
+    with pytest.raises(ValueError, match=r"x\.toml is not valid TOML: .*line 1"):
         read_toml(tmp_path / "x.toml")
 
 

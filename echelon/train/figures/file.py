@@ -46,7 +46,7 @@ class FigureFile:
         line, newline, _ = begin.partition(b"\n")
         is_torn = not newline and begin.startswith(b'{"') and len(begin) < _BLOCK_BYTES
         if begin and not is_torn and _step_of(line) is None:
-            raise ValueError(f"{path} exists and is not a metrics log; it was not changed")
+            raise ValueError(f"{path} exists but is not a metrics log; it was left unchanged")
 
     def drop_after(self, step: int) -> None:
         """Remove the lines for steps after `step`, and any incomplete last line."""
@@ -144,5 +144,5 @@ def read_figures(path: str | Path) -> list[dict[str, Any]]:
         lines = [_figures_of(line) for line in file]
     found = [figures for figures in lines if figures is not None]
     if lines and not found:
-        raise ValueError(f"{path} is not a metrics log: no line has a step")
+        raise ValueError(f"{path} is not a metrics log: no line contains a step number")
     return found

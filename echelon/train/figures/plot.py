@@ -84,7 +84,9 @@ def plot(runs: Sequence[Run], out: Path, *, title: str = "") -> None:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as err:
-        raise ImportError("echelon plot needs matplotlib: pip install 'echelon[figures]'") from err
+        raise ImportError(
+            "`echelon plot` needs matplotlib: run `pip install 'echelon[figures]'`"
+        ) from err
     panels = [panel for panel in PANELS if any(_has(run, panel) for run in runs)]
     if not panels:
         raise ValueError(

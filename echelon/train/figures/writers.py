@@ -66,7 +66,8 @@ class TensorBoardWriter:
             from torch.utils.tensorboard import writer as board
         except ImportError as err:
             raise ImportError(
-                "TensorBoardWriter needs torch and tensorboard: pip install 'echelon[figures]'"
+                "TensorBoardWriter needs torch and tensorboard: run "
+                "`pip install 'echelon[figures]'`"
             ) from err
         purged = first_step + 1 if first_step else None
         make: Any = board.SummaryWriter  # has type annotations only if tensorboard is installed
@@ -116,7 +117,9 @@ class WandbWriter:
         try:
             import wandb
         except ImportError as err:
-            raise ImportError("WandbWriter needs wandb: pip install 'echelon[wandb]'") from err
+            raise ImportError(
+                "WandbWriter needs wandb: run `pip install 'echelon[wandb]'`"
+            ) from err
         Path(folder).mkdir(parents=True, exist_ok=True)
         init: Any = wandb.init  # has type annotations only if wandb is installed
         self._run = init(

@@ -126,6 +126,8 @@ def _find_config(options: argparse.Namespace) -> ModelConfig:
         content = peek(options.checkpoint).get(CONFIG_KEY)
         source = options.checkpoint
     if not isinstance(content, Mapping):
+        if options.config is not None:
+            raise ValueError(f"{source}: the file does not contain a JSON object")
         raise ValueError(
             f"{source}: the checkpoint has no {CONFIG_KEY}; pass --like FOLDER or --config FILE"
         )

@@ -127,7 +127,7 @@ class ModelConfig:
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(f"rotary positions need an even head_width, got {self.head_width}")
         if self.positions == "learned" and self.rotary_scaling is not None:
-            raise ValueError("rotary_scaling has no effect on learned positions")
+            raise ValueError("rotary_scaling must be None if positions='learned'")
         if not (self.eps > 0 and self.rotary_base > 0):
             raise ValueError(
                 f"eps and rotary_base must be positive, got {self.eps} and {self.rotary_base}"
@@ -220,10 +220,10 @@ def _require_fields(kind: type[ModelConfig | RotaryScaling], values: Mapping[str
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(
-            f"unknown {kind.__name__} settings: {', '.join(unknown)}; use "
-            f"{', '.join(sorted(known))}"
+            f"unknown {kind.__name__} settings: {', '.join(unknown)}; known "
+            f"settings: {', '.join(sorted(known))}"
         )
     needed = [one.name for one in fields(kind) if one.default is one.default_factory]  # MISSING
     missing = [name for name in needed if name not in values]
     if missing:
-        raise ValueError(f"{kind.__name__} needs {', '.join(missing)}")
+        raise ValueError(f"{kind.__name__} requires these settings: {', '.join(missing)}")

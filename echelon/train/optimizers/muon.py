@@ -95,7 +95,9 @@ class Muon(Optimizer):
     ) -> None:
         groups = matrix_groups(params) if hasattr(params, "parameters") else list(params)
         if compute_dtype is not None and not compute_dtype.is_floating_point:
-            raise ValueError(f"compute_dtype must be a floating dtype or None, got {compute_dtype}")
+            raise ValueError(
+                f"compute_dtype must be a floating-point dtype or None, got {compute_dtype}"
+            )
         self._compute_dtype = compute_dtype
         mesh = getattr(params, "mesh", None)  # of the result of `parallelize`
         if tensor_group is None and isinstance(mesh, DeviceMesh) and "tp" in mesh.names:
@@ -254,13 +256,13 @@ def _check_group(group: dict[str, Any], tensor_group: ProcessGroup | None) -> No
         part = slice_of(parameter)
         if part is not None and not _joins(tensor_group, part):
             raise ValueError(
-                f"Muon needs whole matrices, but this one, {list(shape)}, is divided among "
-                f"{part.count} ranks of axis tp: pass tensor_group=mesh.group('tp'), got "
-                f"{tensor_group!r}"
+                f"Muon needs whole matrices, but a parameter of shape {list(shape)} is split "
+                f"across the {part.count} ranks of axis tp: pass tensor_group=mesh.group('tp'), "
+                f"not {tensor_group!r}"
             )
         if hasattr(parameter, "placements"):
             raise ValueError(
-                f"Muon needs whole matrices, but this DTensor {list(shape)} is divided as "
+                f"Muon needs whole matrices, but a DTensor of shape {list(shape)} has placements "
                 f'{parameter.placements}: put it into a group with "algorithm": "adamw"'
             )
 

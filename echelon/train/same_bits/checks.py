@@ -32,8 +32,8 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
             raise ValueError(
-                f"parameter {name!r} is a DTensor: with tensor parallelism, the results are not "
-                "bitwise identical for all numbers of parts, so SameBits does not support it"
+                f"parameter {name!r} is a DTensor: SameBits does not support tensor parallelism, "
+                "because the bits of the results depend on the number of tensor-parallel ranks"
             )
 
 
@@ -45,7 +45,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """
     if isinstance(optimizer, Muon):
         raise ValueError(
-            "SameBits does not support Muon, whose matrices are divided among the ranks"
+            "SameBits does not support Muon, whose matrices are distributed across the ranks"
         )
     if any(group.get("fused") for group in optimizer.param_groups):
         raise ValueError(
@@ -68,7 +68,9 @@ def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[R
     runs = agree_runs(group, run)
     whole = Run(0, micro_batches, micro_batches)
     if Run(runs[0].start, runs[-1].stop, run.total) != whole:
-        raise ValueError(f"runs {list(runs)} do not cover {micro_batches} micro-batches")
+        raise ValueError(
+            f"the ranks' runs must cover exactly {micro_batches} micro-batches, got {list(runs)}"
+        )
     return runs
 
 
@@ -95,7 +97,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     if changed:
         raise ValueError(
             f"the forward pass changed buffer {changed[0]!r}, so its value would depend on which "
-            "micro-batches a rank computes. Freeze running statistics (see eval())"
+            "micro-batches a rank computes. Freeze running statistics, for example with eval()"
         )
 
 
@@ -113,7 +115,7 @@ def no_collectives(group: ProcessGroup) -> Iterator[None]:
         if one.num_collectives != count:
             raise ValueError(
                 f"a micro-batch called a collective of group {one.name!r}, whose result depends on "
-                "the set of ranks. Average one value per micro-batch with mean(), after the step"
+                "the set of ranks. To average one value per micro-batch, call mean() after the step"
             )
 
 
@@ -135,16 +137,17 @@ def check_reproducible(step: int, rows: Sequence[Sequence[str]], ranks: Sequence
     unstable = [rank for rank, (one, two) in zip(ranks, rows, strict=True) if one != two]
     if unstable:
         raise NotReproducibleError(
-            f"micro-batch 0 of step {step} gave different bits when computed again, on rank "
-            f"{unstable[0]}. Does your code depend on anything but the micro-batch's number, or "
+            f"micro-batch 0 of step {step} gave different bits when rank {unstable[0]} computed it "
+            "again. Does your code depend on anything but the micro-batch's number, or "
             "use a non-deterministic operation? See torch.use_deterministic_algorithms(True)",
             ranks=unstable,
         )
     strays = [rank for rank, row in zip(ranks, rows, strict=True) if row[0] != rows[0][0]]
     if strays:
         raise NotReproducibleError(
-            f"micro-batch 0 of step {step} produced different bits on rank {strays[0]} and on rank "
-            f"{ranks[0]}; check that these ranks have the same processors, libraries and number of "
-            "threads (OMP_NUM_THREADS), and that your code selects data by the micro-batch's index",
+            f"micro-batch 0 of step {step} produced different bits on rank {strays[0]} than on "
+            f"rank {ranks[0]}; check that these ranks have the same processors, libraries and "
+            "number of threads (OMP_NUM_THREADS), and that your code selects data by the "
+            "micro-batch's index",
             ranks=strays,
         )

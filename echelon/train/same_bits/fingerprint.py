@@ -55,8 +55,8 @@ def joined(stages: Iterable[dict[str, _T]]) -> dict[str, _T]:
     for one in stages:
         if twice := sorted(found.keys() & one.keys()):
             raise ValueError(
-                f"two stages have {twice[0]!r}: make stages with split(), which keeps the model's "
-                "names, or pass Stage(prefix=...)"
+                f"two stages have a parameter or buffer named {twice[0]!r}: make stages with "
+                "split(), which keeps the model's names, or pass Stage(prefix=...)"
             )
         found |= one
     return found

@@ -96,7 +96,8 @@ class SameBitsPipeline:
         check_model(pipe.module)
         if pipe.replicas is None:
             raise ValueError(
-                'the Pipeline has no replicas: pass replicas= to it, such as mesh.group("dp")'
+                "the Pipeline has no replicas: pass replicas= to it, for example "
+                'replicas=mesh.group("dp")'
             )
         if pipe.num_ties or _num_shared(pipe.stages):
             raise ValueError(

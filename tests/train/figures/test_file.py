@@ -101,5 +101,5 @@ def test_reading_skips_what_is_torn_and_refuses_what_is_not_a_log(tmp_path):
     log.write_text("")
     assert read_figures(log) == []
     log.write_text("noise\n")
-    with pytest.raises(ValueError, match="no line has a step"):
+    with pytest.raises(ValueError, match="no line contains a step number"):
         read_figures(log)

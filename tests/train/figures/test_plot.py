@@ -88,7 +88,7 @@ def test_runs_at_the_limits_are_drawn(tmp_path, lines):
         ([{"step": 1, "loss": None}], [], "contains none of"),
         ([{"step": 1, "loss": 1.0}], ["--out", "plot.doc"], "must end in"),
         ([{"step": 1, "loss": 1.0}], ["--out", "/nowhere/a.png"], "No such file"),
-        ([{"loss": 1.0}], [], "no line has a step"),
+        ([{"loss": 1.0}], [], "no line contains a step number"),
     ],
 )
 def test_bad_usage_is_exit_code_2(tmp_path, capsys, lines, more, said):

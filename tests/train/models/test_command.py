@@ -57,7 +57,10 @@ def test_a_checkpoint_without_a_config_needs_one(tmp_path, capsys):
     assert torch.equal(back.token.weight, model.token.weight.to(torch.bfloat16).float())
     (tmp_path / "config.json").write_text("{}")
     assert _run("export", tmp_path / "c", tmp_path / "a", *settings) == 1
-    assert "ModelConfig needs layers" in capsys.readouterr().err
+    assert "ModelConfig requires these settings: layers" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("[]")
+    assert _run("export", tmp_path / "c", tmp_path / "a", *settings) == 1
+    assert "config.json: the file does not contain a JSON object" in capsys.readouterr().err
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, capsys):

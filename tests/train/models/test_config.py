@@ -60,7 +60,7 @@ def test_a_config_is_plain_values_and_back(config):
         ({"eps": float("nan")}, "must be positive"),
         (
             {"positions": "learned", "rotary_scaling": RotaryScaling(kind="linear", factor=2)},
-            "no effect on learned",
+            "rotary_scaling must be None if positions='learned'",
         ),
     ],
 )
@@ -91,9 +91,9 @@ def test_a_scaling_that_makes_no_sense_is_refused(values, match):
 def test_unknown_and_missing_fields_are_named():
     with pytest.raises(ValueError, match="unknown ModelConfig settings: depth"):
         ModelConfig.from_dict(LLAMA.to_dict() | {"depth": 3})
-    with pytest.raises(ValueError, match="ModelConfig needs vocabulary"):
+    with pytest.raises(ValueError, match="ModelConfig requires these settings: vocabulary"):
         ModelConfig.from_dict({k: v for k, v in SIZES.items() if k != "vocabulary"})
-    with pytest.raises(ValueError, match="RotaryScaling needs factor"):
+    with pytest.raises(ValueError, match="RotaryScaling requires these settings: factor"):
         ModelConfig.from_dict(SIZES | {"rotary_scaling": {"kind": "linear"}})
     with pytest.raises(ValueError, match="unknown size '7b'; use one of 20m, 1b, 8b"):
         llama("7b")

@@ -237,7 +237,7 @@ def _load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", path=path) from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: the file is not JSON ({error})", path=path) from None
+        raise CheckpointError(f"{path}: the file is not valid JSON ({error})", path=path) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: the file does not contain a JSON object", path=path)
     return content
@@ -247,10 +247,15 @@ def _family(reader: _Reader) -> str:
     family = reader.need("model_type")
     known = ", ".join(_ARCHITECTURES.values())
     if not isinstance(family, str) or family not in _ARCHITECTURES:
-        raise reader.error(f"model_type {family!r} is not implemented; supported: {known}")
+        raise reader.error(
+            f"model_type {family!r} is not implemented; supported architectures: {known}"
+        )
     found = reader.get("architectures", None)
     if found and found != [_ARCHITECTURES[family]]:
-        raise reader.error(f"architectures {found} are not implemented; supported: {known}")
+        raise reader.error(
+            f"model_type {family!r} with architectures {found} is not implemented; supported "
+            f"architectures: {known}"
+        )
     return family
 
 
@@ -323,7 +328,9 @@ def _qwen2(reader: _Reader) -> ModelConfig:
         reader.get(key, None)  # without effect, as use_sliding_window must be false
     kinds = reader.get("layer_types", None)
     if kinds is not None and set(kinds) != {"full_attention"}:
-        raise reader.error(f"layer_types {sorted(set(kinds))} are not implemented")
+        raise reader.error(
+            f"layer_types must contain only 'full_attention', got {sorted(set(kinds))}"
+        )
     return _llama_like(reader, qkv_bias=True)
 
 

@@ -129,7 +129,9 @@ class HuggingFaceFolder:
             for path in file.manifest.tensors:
                 tensor = path.removeprefix(f"{_FILE}/")
                 if listed and listed.get(tensor) != name:
-                    raise self._error(f"{name} holds {tensor}, which {INDEX} does not list")
+                    raise self._error(
+                        f"{name} contains {tensor}, which {INDEX} does not list for this file"
+                    )
                 places[tensor] = file
         gone = sorted(set(listed) - set(places))
         if gone:
@@ -149,19 +151,17 @@ class HuggingFaceFolder:
         try:
             listed = json.loads(path.read_bytes())["weight_map"]
         except OSError:
-            kinds = "safetensors"
+            hint = ""
             if any(self.path.glob("*.bin")):
-                kinds += " (its .bin files are pickles: save it again with transformers)"
-            raise self._error(
-                f"the folder has neither {SINGLE} nor {INDEX}, so it has no {kinds}"
-            ) from None
+                hint = "; its .bin files are pickles: save the model again with transformers"
+            raise self._error(f"the folder contains neither {SINGLE} nor {INDEX}{hint}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path}: the file is not an index ({error!r})", path=path
+                f"{path}: the file is not a valid index ({error!r})", path=path
             ) from None
         if not listed or not isinstance(listed, dict) or not all(map(_is_plain, listed.values())):
             raise CheckpointError(
-                f"{path}: the index must list only files in its own folder", path=path
+                f"{path}: weight_map must map tensor names to files in the same folder", path=path
             )
         return listed
 

@@ -56,7 +56,7 @@ def load_pretrained(
     if context is not None and context != config.context:
         if config.positions == "learned":
             raise ValueError(
-                f"context cannot be {context}, because {folder} has "
+                f"context cannot be {context}, because the model in {folder} has "
                 f"{config.context} learned positions"
             )
         config = replace(config, context=context)
@@ -142,5 +142,5 @@ def _require_same(path: Path, found: ModelConfig, wanted: ModelConfig) -> None:
     free = _FREE if found.positions == "rotary" else ()
     differ = [name for name in here if here[name] != there[name] and name not in free]
     if differ:
-        settings = ", ".join(f"{name} {there[name]!r} (here {here[name]!r})" for name in differ)
+        settings = ", ".join(f"{name} {there[name]!r} (not {here[name]!r})" for name in differ)
         raise ValueError(f"{path}: the folder contains a different model: {settings}")

@@ -57,7 +57,7 @@ class _How:
             raise ValueError(f"max_piece_bytes must be at least 1, got {self.max_piece_bytes}")
         if self.dtype is not None and dtype_name(self.dtype) not in _WEIGHT_DTYPES:
             known = ", ".join(_WEIGHT_DTYPES)
-            raise ValueError(f"weights can be stored as {known}, not {self.dtype}")
+            raise ValueError(f"dtype must be one of {known}, got {self.dtype}")
         config_file.check_extra(self.extra)
 
 
@@ -174,7 +174,7 @@ def _module_key(source: Version, key: str | None) -> str:
     if key not in modules or key is None:
         names = ", ".join(modules) or "none"
         wanted = (
-            "choose the module with key"
+            "pass key= to choose a module"
             if key is None
             else (f"{key} is not a module of this checkpoint")
         )
@@ -264,18 +264,21 @@ def _check(
     problems = [
         f"{what} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
         for what, names in (
-            ("without", sorted(set(shapes) - there)),
-            ("with", sorted(there - set(shapes))),
-            ("with another shape of", wrong),
+            ("missing weights:", sorted(set(shapes) - there)),
+            ("unexpected weights:", sorted(there - set(shapes))),
+            ("weights of the wrong shape:", wrong),
         )
         if names
     ]
     if problems:
-        raise ValueError(f"{folder}: the weights do not match the config: {'; '.join(problems)}")
+        raise ValueError(f"{folder}: the weights do not match the config ({'; '.join(problems)})")
     kinds = {stored[name].dtype for name in shapes}
     if not kinds <= {*_WEIGHT_DTYPES}:
         known = ", ".join(_WEIGHT_DTYPES)
-        raise ValueError(f"{folder}: weights can be stored as {known}, not as {kinds}")
+        raise ValueError(
+            f"{folder}: the dtype of each weight must be one of {known}, got "
+            f"{', '.join(sorted(kinds))}"
+        )
 
 
 def _pieces(expected: list[Whole], writer: _Writer, max_piece_bytes: int) -> dict[str, list[Whole]]:
