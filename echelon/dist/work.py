@@ -107,8 +107,8 @@ class Work:
             assert wait_s is not None
             members, one = self._state.members, self.operation
             raise CollectiveTimeoutError(
-                f"{build.place(members, one)}: not complete after {wait_s} s of wait(); the "
-                "operation continues, and wait() may be called again",
+                f"{build.place(members, one)}: the operation is not complete after {wait_s} s of "
+                "wait(); it is still running, and wait() can be called again",
                 group=members.name,
                 operation=one.kind,
                 sequence=one.sequence,

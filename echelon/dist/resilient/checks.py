@@ -66,8 +66,8 @@ def check_units(model: nn.Module, before: Sequence[Unit]) -> None:
     """
     if units_of(model) != list(before):
         raise ValueError(
-            "prepare called fully_shard on a part of the model, and those shards could not be "
-            "restored after a loss: call fully_shard before resilient.run"
+            "prepare called fully_shard on a part of the model, but shards created in prepare "
+            "cannot be restored if a rank is lost: call fully_shard before resilient.run"
         )
 
 

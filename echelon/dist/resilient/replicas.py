@@ -43,8 +43,8 @@ class Replicas:
         found = [self.number(left) for left in range(1, size + 1)][-1]
         if found != self.initial:
             raise ValueError(
-                f"num_replicas({size}) returned {found}, but the model was given to fully_shard "
-                f"with {self.initial} replicas"
+                f"num_replicas({size}) returned {found}, but the model was sharded with "
+                f"{self.initial} replicas"
             )
 
     def number(self, size: int) -> int:

@@ -107,7 +107,7 @@ class Maker:
         except StoreTimeoutError as err:
             raise CollectiveTimeoutError(
                 f"group {name!r} ({self.size} ranks) was not set up within {self.timeout_s:.1f} s "
-                f"(missing: {self.ranks[0]}). See that rank's stderr.log",
+                f"(missing: {self.ranks[0]}). See the missing rank's stderr.log",
                 group=name,
                 operation="init",
                 ranks=self.ranks[:1],

@@ -173,7 +173,7 @@ class Reconfigurable:
         if group is not None:
             return group
         error = self.error
-        reason = f": {error}" if error is not None else ", call configure first"
+        reason = f": {error}" if error is not None else "; call configure first"
         raise CollectiveError(f"the group is not configured{reason}")
 
     @property
@@ -233,7 +233,9 @@ def parse(address: str) -> tuple[str, int, str]:
     place, _, prefix = address.partition("/")
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit():
-        raise ValueError(f"the store's address must be host:port/prefix, got {address!r}")
+        raise ValueError(
+            f"the store's address must have the form 'host:port/prefix', got {address!r}"
+        )
     return host.strip("[]"), int(port), prefix
 
 

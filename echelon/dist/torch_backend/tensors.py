@@ -118,7 +118,7 @@ def same_sizes(tensors: Sequence[Tensor], what: str) -> None:
     numels = {tensor.numel() for tensor in tensors}
     if len(numels) > 1:
         raise ValueError(
-            f"{what}: the tensors must have equal sizes, got {sorted(numels)} elements"
+            f"{what}: the tensors must have equal numbers of elements, got {sorted(numels)}"
         )
 
 

@@ -96,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
         folder = arguments.out or Path(scratch) / "incident"
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ValueError(f"{folder} is not empty")
+            raise ValueError(f"--out: {folder} is not empty; choose a new or empty directory")
         report = _report(ranks, sighting, world_size, folder)
     _show(report, as_json=arguments.json)
     return report.exit_code
@@ -183,7 +183,7 @@ def _only_job(search: Search, *, may_be_none: bool) -> tuple[FoundRank, ...]:
     if not jobs and may_be_none:
         return ()
     if not jobs:
-        denied = f"; {search.num_denied} processes may not be examined" if search.num_denied else ""
+        denied = f"; access to {search.num_denied} processes is denied" if search.num_denied else ""
         raise ValueError(
             "no job ranks are running on this machine: no process has RANK and WORLD_SIZE, or the "
             f"equivalent variables of MPI or Slurm, in its environment{denied}. Specify the "

@@ -282,7 +282,7 @@ class GrpcLink:
             if state == grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 self.last_error = await _why_not(self._endpoint) or self.last_error
                 if self.is_connected and self.last_error == _REFUSED:
-                    raise LaunchError("the connection was closed and then refused")
+                    raise LaunchError("the connection was closed, and a new one was refused")
             if self._now_lived_s() > self._deadline_s:
                 self._check_silence()
                 tried = f"could not reach the coordinator at {self._endpoint} in time"
@@ -330,7 +330,7 @@ class GrpcLink:
                 self._incoming.put(command)  # type: ignore[arg-type]
             self._wake.set()  # an acknowledgement may have made room
             if sender.done() and sender.exception() is not None:
-                raise OSError(f"cannot send: {sender.exception()}")
+                raise OSError(f"cannot send to the coordinator: {sender.exception()}")
 
 
 async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) -> None:

@@ -117,7 +117,7 @@ def _mistakes(group):
     """Each is told on the rank that makes it, before anything is sent."""
     module = nn.Linear(2, 2)
     stage = Stage(module, index=group.rank, num_stages=2)
-    with pytest.raises(ValueError, match=r"1f1b puts stages \[\d\] on rank"):
+    with pytest.raises(ValueError, match=r"plan '1f1b' puts stages \[\d\] on rank"):
         Pipeline([Stage(module, index=1 - group.rank, num_stages=2)], group=group,
                  num_microbatches=2)  # fmt: skip
     with pytest.raises(ValueError, match="'1f1b', which has 2 stages"):
@@ -128,7 +128,7 @@ def _mistakes(group):
         Pipeline([stage], group=group, schedule=schedule("1f1b", 3, 2))
     with pytest.raises(ValueError, match="num_microbatches must be 4 for plan '1f1b', got 2"):
         Pipeline([stage], group=group, schedule=schedule("1f1b", 2, 4), num_microbatches=2)
-    with pytest.raises(ValueError, match="'0' does not name a copy"):
+    with pytest.raises(ValueError, match="'0' does not name a copy of a parameter"):
         Pipeline([stage], group=group, num_microbatches=2, ties=[["0", "1:weight"]])
     with pytest.raises(ValueError, match=f"rank {1 - group.rank} has schedule '1f1b' with"):
         Pipeline([stage], group=group, num_microbatches=2 + group.rank)
@@ -143,8 +143,11 @@ def _mistakes(group):
         for batch, said in [
             (None, "the rank of the first stage must pass inputs"),
             (torch.zeros(2, 2), "a batch of 2 cannot be split into 3"),
-            ((torch.zeros(3, 2), torch.zeros(4)), "batch sizes differ"),
-            ([1, 2, 3], "expected tensors with a batch in dim 0, got a int"),
+            ((torch.zeros(3, 2), torch.zeros(4)), "the tensors must have equal batch sizes"),
+            (
+                [1, 2, 3],
+                "expected tensors whose dim 0 is the batch dimension, got a value of type int",
+            ),
         ]:
             with pytest.raises(ValueError, match=said):
                 pipe.step(batch)

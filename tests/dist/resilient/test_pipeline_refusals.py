@@ -125,7 +125,7 @@ def _train(rank, world_size, folder, habit):
     ("habit", "says"),
     [
         ("nothing", "build must return a PipelineSetup, not NoneType"),
-        ("outside", "in the optimizer, but not in the pipeline: its shape is [7]"),
+        ("outside", "in the optimizer, but not in the pipeline: a parameter of shape [7]"),
         ("global state", "state that belongs to none of the pipeline's parameters"),
         ("names", "'0.weight' on rank 1 differs from that on rank 0: make stages with split()"),
         ("replicas from other seeds", "'1.bias' on rank 1 differs from that on rank 0"),
@@ -147,11 +147,14 @@ def test_what_could_not_be_restored_is_refused_before_a_loss(tmp_path, habit, sa
     ("habit", "says"),
     [
         ("not again", "build returned the pipeline of an earlier world"),
-        ("shrinks", "but '5.bias' was float32[4] in the world before, and is not there now"),
-        ("grows", "but '5.bias' was not there in the world before, and is float32[4] now"),
-        ("another shape", "but '5.bias' was float32[4] in the world before, and is float32[3] now"),
-        ("another dtype", "but '5.mask' was float32[4] in the world before, and is int64[4] now"),
-        ("another also", "but it has 0 objects now, and had 1 in the world before"),
+        ("shrinks", "but '5.bias' was float32[4] in the previous world, and is absent now"),
+        ("grows", "but '5.bias' was absent in the previous world, and is float32[4] now"),
+        (
+            "another shape",
+            "but '5.bias' was float32[4] in the previous world, and is float32[3] now",
+        ),
+        ("another dtype", "but '5.mask' was float32[4] in the previous world, and is int64[4] now"),
+        ("another also", "but also= has 0 objects now, and had 1 in the previous world"),
         ("other groups", "into one group of the optimizer, but 'lr' was"),
     ],
 )
@@ -194,7 +197,9 @@ def test_two_stages_of_a_rank_with_the_same_names_are_refused():
         optimizer = torch.optim.SGD([one for stage in stages for one in stage.module.parameters()])
         setup = resilient.PipelineSetup(pipe, optimizer, print)
         with pytest.raises(
-            ValueError, match=r"stages 0 and 1 both have 'weight': make stages with"
+            ValueError,
+            match=r"stages 0 and 1 both have a parameter or buffer named 'weight': "
+            r"make stages with",
         ):
             resilient.run_pipeline(lambda _: setup, total=1)
     finally:
@@ -298,7 +303,10 @@ def _train_unportable(rank, world_size):
         setup = _build_two(world)
         return dataclasses.replace(setup, also=[_Unportable()])
 
-    with pytest.raises(ValueError, match=r"a lost rank could not be replaced: also.*type set"):
+    with pytest.raises(
+        ValueError,
+        match=r"the state cannot be sent to a rank that replaces a lost one: also.*type set",
+    ):
         resilient.run_pipeline(build, total=1)
     dist.shutdown()
 

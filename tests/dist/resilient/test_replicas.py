@@ -132,7 +132,7 @@ def test_what_cannot_be_continued_is_refused_in_one_line():
         [
             "is not sharded over all ranks of the world, in their order",
             "is not sharded over the same mesh as",
-            "num_replicas(2) returned 1, but the model was given to fully_shard with 2 replicas",
+            "num_replicas(2) returned 1, but the model was sharded with 2 replicas",
             "num_replicas(1) must return a divisor of 1, but returned 3",
             "num_replicas= has no effect on a model that is not sharded",
             "the shard of 'bias' on rank 1 differs from its replica on rank 0",

@@ -40,7 +40,7 @@ def _contract(rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     group = ProcessGroupEchelon(timedelta(seconds=_LIMIT_S))
-    with pytest.raises(CollectiveError, match="not configured, call configure first"):
+    with pytest.raises(CollectiveError, match="not configured; call configure first"):
         group.allreduce([torch.ones(1)], dist.ReduceOp.SUM)
     size = world_size
     for quorum in range(2):

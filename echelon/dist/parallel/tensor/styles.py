@@ -172,12 +172,15 @@ def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
     known = slice_of(parameter)
     if known is not None:
         if known.dim != dim:
-            raise ValueError(f"{name} is already divided along dim {known.dim}, not along {dim}")
+            raise ValueError(
+                f"{name} is already divided along dim {known.dim}, so it cannot be divided along "
+                f"dim {dim}"
+            )
         return parameter.shape[dim]
     if parameter.shape[dim] % group.size:
         raise ValueError(
             f"{name} has length {parameter.shape[dim]} in dim {dim}, which cannot be divided "
-            f"among the {group.size} ranks of group {group.name!r} (tp)"
+            f"evenly among the {group.size} ranks of tensor-parallel group {group.name!r}"
         )
     part = Slice(tuple(parameter.shape), dim, group.rank, group.size)
     parameter.data = part.of(parameter.data).clone(memory_format=torch.contiguous_format)
@@ -204,8 +207,9 @@ class _Forward:
     def __deepcopy__(self, memo: object) -> _Forward:
         """Raise an error, because a copied module would compute with the original's weights."""
         raise ValueError(
-            "a model divided by parallelize cannot be copied. Copy the model first, and divide "
-            "the copy too; for a moving average, keep clones of its parameters"
+            "a model divided by parallelize cannot be copied. Copy the model before "
+            "parallelize, and divide the copy, too; for a moving average, keep clones of the "
+            "model's parameters"
         )
 
 
@@ -245,4 +249,4 @@ def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= num_all:
             bad = least if least < 0 else most
-            raise IndexError(f"{name}: token {bad} is outside the vocabulary of {num_all}")
+            raise IndexError(f"{name}: token {bad} is outside the vocabulary of {num_all} tokens")

@@ -58,8 +58,8 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
     indices, expected = tuple(stage.index for stage in stages), plan.stages_of(rank)
     if indices != expected:
         raise ValueError(
-            f"{plan.name} puts stages {list(expected)} on rank {rank} of the group, but this rank "
-            f"was given stages {list(indices)}"
+            f"plan {plan.name!r} puts stages {list(expected)} on rank {rank} of the group, but "
+            f"this rank was given stages {list(indices)}"
         )
     wrong = [stage for stage in stages if stage.num_stages != plan.num_stages]
     if wrong:
@@ -119,14 +119,14 @@ def agree(
             raise ValueError(
                 f"the stages of rank {group.ranks[rank]} are on {kind}, but this rank's are on "
                 f"{device.type}. A rank whose stages have neither parameters nor buffers "
-                "counts as cpu: give one of its stages a buffer"
+                "counts as being on cpu: give one of its stages a buffer"
             )
     for number, tie in enumerate(ties):
         trained = {name: flag for _, flags, *_ in every for name, flag in flags[number]}
         if len(set(trained.values())) > 1:
             frozen = ", ".join(sorted(name for name, flag in trained.items() if not flag))
             raise ValueError(
-                f"ties: in {list(tie)}, {frozen} does not require gradients, but the others "
-                "do, so the copies would diverge"
+                f"ties: requires_grad must be equal for all parameters in {list(tie)}, because "
+                f"the copies would otherwise diverge; it is False for {frozen}"
             )
     return f"pipeline/{every[0][2]}"

@@ -24,12 +24,14 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
     tensors = list(batch) if isinstance(batch, tuple | list) else [batch]
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
-            found = f"a {tensor.dim()}-dim tensor" if isinstance(tensor, torch.Tensor) else "a "
-            found = found if isinstance(tensor, torch.Tensor) else found + type(tensor).__name__
-            raise ValueError(f"{what}: expected tensors with a batch in dim 0, got {found}")
+            found = f"a value of type {type(tensor).__name__}"
+            found = f"a {tensor.dim()}-dim tensor" if isinstance(tensor, torch.Tensor) else found
+            raise ValueError(
+                f"{what}: expected tensors whose dim 0 is the batch dimension, got {found}"
+            )
     sizes = {len(tensor) for tensor in tensors}
     if len(sizes) != 1:
-        raise ValueError(f"{what}: batch sizes differ: {sorted(sizes)}")
+        raise ValueError(f"{what}: the tensors must have equal batch sizes, got {sorted(sizes)}")
     if min(sizes) < num_microbatches:
         raise ValueError(
             f"{what}: a batch of {min(sizes)} cannot be split into {num_microbatches} micro-batches"

@@ -43,8 +43,9 @@ class StageModules(nn.Module):
                 whole = stage.prefix + name
                 if whole in states:
                     raise ValueError(
-                        f"{owner[whole]} and {stage} both have {whole!r}: make stages with "
-                        "split(), which keeps the model's names, or pass Stage(prefix=...)"
+                        f"{owner[whole]} and {stage} both have a parameter or buffer named "
+                        f"{whole!r}: make stages with split(), which keeps the model's names, or "
+                        "pass Stage(prefix=...)"
                     )
                 states[whole], owner[whole] = value, stage
         return states

@@ -55,8 +55,8 @@ class Tied:
         parameter = self._parameter()
         if not parameter.is_floating_point():
             raise ValueError(
-                f"{stage.index}:{name} is {parameter.dtype}: only floating-point "
-                "parameters can be tied"
+                f"ties: '{stage.index}:{name}' has dtype {parameter.dtype}, but only "
+                "floating-point parameters can be tied"
             )
 
     @property

@@ -96,7 +96,9 @@ class _Tie:
         copies = sorted(_parse(name, len(rank_of_stage)) for name in names)
         self._stages = [stage for stage, _ in copies]
         if len(copies) < 2 or len(set(self._stages)) != len(copies):
-            raise ValueError(f"ties: {list(names)} must name at least two stages, each once")
+            raise ValueError(
+                f"ties: {list(names)} must name at least two stages, and each stage only once"
+            )
         local = {stage.index: stage for stage in stages}
         self.mine = {s: Tied(local[s], name) for s, name in copies if s in local}
         self._owner = {stage: rank_of_stage[stage] for stage in self._stages}
@@ -168,7 +170,7 @@ def _parse(name: str, num_stages: int) -> tuple[int, str]:
     stage, colon, parameter = name.partition(":")
     if not colon or not stage.isdecimal() or not parameter or int(stage) >= num_stages:
         raise ValueError(
-            f"ties: {name!r} does not name a copy; use STAGE:PARAMETER, such as "
-            f"'0:token.weight', with a stage from 0 to {num_stages - 1}"
+            f"ties: {name!r} does not name a copy of a parameter; use 'STAGE:PARAMETER', for "
+            f"example '0:token.weight', with a stage from 0 to {num_stages - 1}"
         )
     return int(stage), parameter

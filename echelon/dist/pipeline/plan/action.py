@@ -98,12 +98,15 @@ class Action:
             return _parse_overlap(text)
         found = _TEXT.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is not an action; examples are 2F0, 1SEND_B3 and 0UNSHARD")
+            raise ValueError(
+                f"{text!r} is not an action; examples of actions are '2F0', '1SEND_B3' and "
+                "'0UNSHARD'"
+            )
         stage, kind, microbatch = found.groups()
         needs_number = Kind(kind) not in SHARDING
         if needs_number and not microbatch:
             raise ValueError(
-                f"{text!r} lacks a micro-batch number: use {text}0 for the first micro-batch"
+                f"{text!r} lacks a micro-batch number: use '{text}0' for the first micro-batch"
             )
         if not needs_number and microbatch:
             raise ValueError(
@@ -115,7 +118,7 @@ class Action:
 def _parse_overlap(text: str) -> Action:
     inside, closing, kind = text[1:].partition(")")
     if not closing or kind.strip() != Kind.OVERLAP.value:
-        raise ValueError(f"{text!r} is not an action; an overlap looks like (0F4;3B1)OVERLAP_F_B")
+        raise ValueError(f"{text!r} is not an action; an overlap looks like '(0F4;3B1)OVERLAP_F_B'")
     parts = tuple(Action.parse(part) for part in inside.split(";"))
     for part in parts:
         if part.kind is Kind.OVERLAP or not part.is_compute:

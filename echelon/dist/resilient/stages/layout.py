@@ -123,8 +123,8 @@ class Layout:
             if was != now:
                 raise ValueError(
                     "build must make the same whole model in every world, but "
-                    f"{name!r} was {was or 'not there'} in the world before, and is "
-                    f"{now or 'not there'} now"
+                    f"{name!r} was {was or 'absent'} in the previous world, and is "
+                    f"{now or 'absent'} now"
                 )
 
 
@@ -137,16 +137,16 @@ def _check_covered(name: str, found: Sequence[Holding]) -> None:
     end = 0
     for start, length in sorted({(one.start, one.length) for one in found if one.length}):
         if start > end:
-            raise ValueError(f"no rank holds the elements {end} to {start - 1} of {name!r}")
+            raise ValueError(f"no rank holds elements {end} to {start - 1} of {name!r}")
         if start < end:
             raise ValueError(
-                f"ranks hold different parts of {name!r} that overlap: divide a stage in the same "
-                "way in all replicas"
+                f"ranks hold different parts of {name!r} that overlap: divide each stage in the "
+                "same way in all replicas"
             )
         end = start + length
     numel = math.prod(found[0].shape)
     if end != numel:
-        raise ValueError(f"no rank holds the elements {end} to {numel - 1} of {name!r}")
+        raise ValueError(f"no rank holds elements {end} to {numel - 1} of {name!r}")
 
 
 def _sets(rows: Sequence[Row], stages: Sequence[Sequence[int]]) -> list[list[int]]:

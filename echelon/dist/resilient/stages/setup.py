@@ -62,7 +62,9 @@ def check_setup(setup: Any) -> None:
     for name, tensor, index in named_tensors(setup.pipe.stages):
         first, other = seen.setdefault(name, (index, tensor))
         if other is not tensor:
-            raise ValueError(f"stages {first} and {index} both have {name!r}: {CURE}")
+            raise ValueError(
+                f"stages {first} and {index} both have a parameter or buffer named {name!r}: {CURE}"
+            )
         if slice_of(tensor) is not None:
             raise ValueError(
                 f"resilient.run_pipeline does not support tensor parallelism: {name!r} is divided"
@@ -76,7 +78,7 @@ def check_setup(setup: Any) -> None:
             if parameter not in known:
                 raise ValueError(
                     "resilient.run_pipeline cannot restore a parameter that is in the optimizer, "
-                    f"but not in the pipeline: its shape is {list(parameter.shape)}"
+                    f"but not in the pipeline: a parameter of shape {list(parameter.shape)}"
                 )
 
 

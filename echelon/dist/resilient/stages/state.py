@@ -125,8 +125,8 @@ class StagesState(CopiedState):
         known = {part.tensor for part in parts.values()}
         if not setup.optimizer.state.keys() <= known:
             raise ValueError(
-                "the optimizer has state that belongs to none of the pipeline's parameters, so it "
-                "could not be restored after a loss"
+                "the optimizer has state that belongs to none of the pipeline's parameters and "
+                "therefore cannot be restored if a rank is lost"
             )
         exposed = exposed_storages(self._live_modules(), parts)
         return ShardsWriter(parts, setup.optimizer, exposed=exposed, facts=facts_of(setup))
@@ -175,8 +175,8 @@ class StagesState(CopiedState):
         assert rest is not None
         if len(rest.also) != len(also):
             raise ValueError(
-                f"build must return the same also= in every world, but it has {len(also)} objects "
-                f"now, and had {len(rest.also)} in the world before"
+                f"build must return the same also= in every world, but also= has {len(also)} "
+                f"objects now, and had {len(rest.also)} in the previous world"
             )
         for one, kept in zip(also, rest.also, strict=True):
             one.load_state_dict(copy.deepcopy(kept))

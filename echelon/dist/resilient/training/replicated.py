@@ -181,7 +181,9 @@ class Training(Generic[_T]):
         try:
             Parcel.of(self._portable())
         except ValueError as err:
-            raise ValueError(f"a lost rank could not be replaced: {err}") from None
+            raise ValueError(
+                f"the state cannot be sent to a rank that replaces a lost one: {err}"
+            ) from None
 
     def _portable(self) -> dict[str, Any]:
         """Return the state that a joining rank receives from another rank."""

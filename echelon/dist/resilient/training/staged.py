@@ -75,8 +75,8 @@ class StagedTraining(CopiedTraining[_T]):
         self._state.adopt(setup)
         if setup.pipe is before():
             raise ValueError(
-                "build returned the pipeline of an earlier world, whose groups have ended: make "
-                "groups, stages, pipeline and optimizer again in each call"
+                "build returned the pipeline of an earlier world, whose groups no longer work: "
+                "create new groups, new stages, a new pipeline and a new optimizer in each call"
             )
         if self._may_continue:
             self._state.agree(world.group)

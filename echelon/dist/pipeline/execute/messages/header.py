@@ -93,8 +93,8 @@ def describe(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
     for tensor in tensors:
         if tensor.dtype not in _DTYPES or tensor.dim() > _MAX_DIMS:
             raise ValueError(
-                f"a stage returned {tensor.dtype} with {tensor.dim()} dims, but only tensors of a "
-                f"real dtype with at most {_MAX_DIMS} dims can be sent"
+                f"a stage returned a tensor of dtype {tensor.dtype} with {tensor.dim()} dims, but "
+                f"only tensors of a supported real dtype with at most {_MAX_DIMS} dims can be sent"
             )
     return tuple(Spec(one.dtype, tuple(one.shape), one.requires_grad) for one in tensors)
 
