@@ -46,8 +46,8 @@ def is_protected(group: ProcessGroup, call: str) -> bool:
         return False
     if _is_claimed:
         raise ValueError(
-            f"resilient.{call} was already called in this process: with --on-loss shrink, a single "
-            "call must train all steps"
+            f"resilient.{call} was already called in this process: with --on-loss shrink or "
+            "replace, a single call must train all steps"
         )
     _is_claimed = True
     return True
