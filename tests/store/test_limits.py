@@ -65,7 +65,10 @@ def refusal(caplog):
         (p.encode(p.WAIT, [b"never"]) * 11, "more than 10 open waits"),
         (p.encode(p.BARRIER, b"b", 0), "world size 0"),
         (p.encode(p.BARRIER, b"b", 1 << 60), "or world size 1152921504606846976"),
-        (p.encode(p.BARRIER, b"b", 3) + p.encode(p.BARRIER, b"b", 2), "but other ranks are already waiting"),
+        (
+            p.encode(p.BARRIER, b"b", 3) + p.encode(p.BARRIER, b"b", 2),
+            "but other ranks are already waiting",
+        ),
         (OPENING, "unknown query 0x00"),
     ],
 )
