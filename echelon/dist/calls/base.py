@@ -325,12 +325,13 @@ class Calls:
     def _check_any_source(self, data: View, async_op: bool) -> None:
         if data.device != "cpu":
             raise ValueError(
-                f"recv of {data} from any rank is not supported on {data.device}: pass the source"
+                f"recv of {data} from any rank is not supported on {data.device}: pass the "
+                "source rank"
             )
         if self._batch() is not None and not async_op:
             raise ValueError(
                 "recv from any rank inside coalesce() needs async_op=True: the source is "
-                "known only after the block, from the returned work"
+                "known only after the block ends, from the returned work"
             )
 
     def _check_rank(self, rank: Any, name: str) -> int:

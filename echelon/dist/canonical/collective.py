@@ -121,7 +121,7 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
         CollectiveError: a rank was lost, did not join, or passed vectors of a different length.
     """
     if runs and (runs[0].start, runs[-1].stop) != (0, sums.run.total):
-        raise ValueError(f"runs {list(runs)} do not cover 0 to {sums.run.total - 1}")
+        raise ValueError(f"runs {list(runs)} do not cover micro-batches 0 to {sums.run.total - 1}")
     splits = even_splits(sums.numel, group.size)
     block = reduce_scatter(group, sums, runs, splits).total()
     if group.size == 1:

@@ -76,14 +76,12 @@ class TreeSums:
         """
         if number != self._next or number not in self.run:
             done = self._next == self.run.stop
-            wanted = "none, the run is complete" if done else f"{self._next}"
-            raise ValueError(
-                f"micro-batch {number} of {self.run} is out of order: the next one is {wanted}"
-            )
+            reason = "the run is complete" if done else f"the next one is {self._next}"
+            raise ValueError(f"micro-batch {number} of {self.run} is out of order: {reason}")
         if vector.shape != (self.numel,) or vector.device != self.device:
             raise ValueError(
-                f"micro-batch {number}: the vector is {list(vector.shape)} on {vector.device}, "
-                f"but the sums are [{self.numel}] on {self.device}"
+                f"micro-batch {number}: the vector has shape {list(vector.shape)} on "
+                f"{vector.device}, but the sums have shape [{self.numel}] on {self.device}"
             )
         self._next += 1
         leaf = (Node(0, number), vector.detach().to(self.dtype))

@@ -63,7 +63,10 @@ def _only_module(source: Version) -> str:
     modules = [path for path, kind in source.manifest.kinds.items() if kind == MODULE]
     if len(modules) != 1:
         names = ", ".join(modules) or "none"
-        raise ValueError(f"{source.path}: set key= to the module to export (modules: {names})")
+        raise ValueError(
+            f"{source.path}: set key= to the name of the module to export (available modules: "
+            f"{names})"
+        )
     return modules[0]
 
 
@@ -145,8 +148,8 @@ def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
     settings = {(place[0], *place[2:]) for place in places.values()}
     if len(settings) > len({group for group, *_ in settings}):
         raise ValueError(
-            f"{source.path}: {prefix.rstrip('/')} has groups whose parameters were saved with "
-            "different settings on each rank: export each module on its own (key=)"
+            f"{source.path}: {prefix.rstrip('/')} has parameter groups that were saved with "
+            "different settings on different ranks: export each module separately by setting key="
         )
     order = sorted(places, key=lambda name: places[name])
     states: dict[int, dict[str, Any]] = {}

@@ -116,7 +116,7 @@ def _with_a_gap(rank, size):
     assert caught.value.ranks == (1,)
     run = canonical.Run(2 * rank, 2 * rank + 2, 6)  # two ranks of three
     runs = canonical.agree_runs(group, run)
-    with pytest.raises(ValueError, match="do not cover 0 to 5"):
+    with pytest.raises(ValueError, match="do not cover micro-batches 0 to 5"):
         canonical.all_reduce(group, _sums(run, 4, torch.float32), runs)
     with pytest.raises(ValueError, match="add up to 4"):
         canonical.reduce_scatter(group, _sums(run, 4, torch.float32), runs, [1, 1])

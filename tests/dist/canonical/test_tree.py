@@ -160,7 +160,7 @@ def test_an_accumulator_refuses_what_is_out_of_turn():
     with pytest.raises(ValueError, match="micro-batches 2 to 3"):
         sums.nodes()
     sums.add(2, torch.ones(3))
-    with pytest.raises(ValueError, match=r"the vector is \[4\]"):
+    with pytest.raises(ValueError, match=r"the vector has shape \[4\]"):
         sums.add(3, torch.ones(4))
     sums.add(3, torch.ones(3))
     with pytest.raises(ValueError, match="the run is complete"):

@@ -81,7 +81,7 @@ def test_elements_that_two_ranks_wrote_are_an_error():
 def test_ranks_that_disagree_on_a_shape_are_an_error():
     parts = [Manifest(world_size=2, tensors={"t": tensor(n)}) for n in (4, 5)]
     with pytest.raises(
-        ValueError, match=r"t: float32\[5\] on rank 1, but float32\[4\] on a lower rank"
+        ValueError, match=r"t is float32\[5\] on rank 1, but float32\[4\] on a lower rank"
     ):
         merge(parts)
 

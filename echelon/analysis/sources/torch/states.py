@@ -92,8 +92,8 @@ def number_by_group(rows: npt.NDArray[Any]) -> None:
             rows["sequence"] += _FIRST
             return
         raise NotComparableError(
-            "torchcomms uses one sequence of numbers for the operations of all groups, and the "
-            "oldest operations are lost, so the ranks cannot be compared.\nIncrease "
+            "torchcomms numbers the operations of all groups in one sequence, and the oldest "
+            "operations are missing, so the ranks cannot be compared. Increase "
             "TORCHCOMM_FR_BUFFER_SIZE, and dump all entries"
         )
     for pair in pairs.tolist():

@@ -361,8 +361,8 @@ def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float)
         sockets = Sockets(members.rank, address)
     except OSError as err:
         raise CollectiveError(
-            f"setting up group {members.name!r}: cannot listen on {address}, the address from "
-            f"which this host reaches the store: {err}",
+            f"group {members.name!r} was not set up, because this rank cannot listen on {address}, "
+            f"the address from which its host reaches the store: {err}",
             group=members.name,
             operation="init",
             ranks=[members.ranks[members.rank]],

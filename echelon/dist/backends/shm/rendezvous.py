@@ -148,8 +148,8 @@ def _descriptor(
                 os.close(fd)
                 ranks = [members.ranks[r] for r in sorted(late)]
                 raise CollectiveTimeoutError(
-                    f"group {members.name!r} was not set up, because ranks did not fetch the "
-                    f"shared memory (missing: {', '.join(map(str, ranks))})",
+                    f"group {members.name!r} was not set up, because some ranks did not fetch "
+                    f"the shared memory in time (missing: {', '.join(map(str, ranks))})",
                     group=members.name,
                     operation="init",
                     ranks=ranks,

@@ -124,7 +124,10 @@ def load(device: str = "cpu") -> Any:
     if path is None:
         raise OSError(f"{_NAME} is not installed in this environment")
     if _serves not in ("", device):
-        raise OSError(f"oneCCL can handle only arrays on {_serves} in this process")
+        raise OSError(
+            f"oneCCL is already loaded for arrays on {_serves}, so this process cannot also use it "
+            f"for arrays on {device}"
+        )
     before = dict(os.environ)
     try:
         for name, value in _settings(path, device).items():

@@ -176,7 +176,7 @@ def decode(data: bytes) -> Manifest:
     try:
         plain = msgpack.unpackb(content, raw=False, strict_map_key=False)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ValueError(f"not a manifest ({error})") from None
+        raise ValueError(f"the file is not a manifest ({error})") from None
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         found = plain.get("format") if isinstance(plain, dict) else None
         raise ValueError(
@@ -186,7 +186,7 @@ def decode(data: bytes) -> Manifest:
         manifest = _read(plain)
         _check(manifest)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a manifest ({type(error).__name__}: {error})") from None
+        raise ValueError(f"the file is not a manifest ({type(error).__name__}: {error})") from None
     return manifest
 
 
@@ -203,7 +203,7 @@ def _read_range(numbers: list[Any]) -> Range:
 def _read(plain: dict[str, Any]) -> Manifest:
     if plain["block_bytes"] != BLOCK_BYTES:
         raise ValueError(
-            f"the manifest has blocks of {plain['block_bytes']} bytes; expected {BLOCK_BYTES}"
+            f"the manifest's block size is {plain['block_bytes']} bytes; expected {BLOCK_BYTES}"
         )
     return Manifest(
         world_size=_whole(plain["world_size"]),
@@ -273,7 +273,9 @@ def _check_cover(path: str, tensor: StoredTensor) -> None:
         if start > position:
             break
         if start < position:
-            raise ValueError(f"{path}: element {start} is stored in both {last} and {file}")
+            raise ValueError(
+                f"{path}: element {start} is stored in both file {last} and file {file}"
+            )
         position, last = start + length, file
     if position < tensor.numel:
         raise ValueError(f"{path}: no rank holds element {position} of {tensor.numel}")
@@ -318,7 +320,7 @@ def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest
             known = whole.tensors.setdefault(path, tensor)
             if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 raise ValueError(
-                    f"{path}: {tensor.dtype}{list(tensor.shape)} on rank {rank}, but "
+                    f"{path} is {tensor.dtype}{list(tensor.shape)} on rank {rank}, but "
                     f"{known.dtype}{list(known.shape)} on a lower rank"
                 )
             ranges.setdefault(path, []).extend(tensor.ranges)

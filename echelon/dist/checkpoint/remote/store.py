@@ -78,10 +78,11 @@ class Remote:
 
             fs, root = url_to_fs(address, use_listings_cache=False, **options)
         except ImportError as error:
-            needed = "fsspec" if error.name in ("fsspec", "fsspec.core") else str(error)
+            is_fsspec = error.name in ("fsspec", "fsspec.core")
+            reason = "fsspec is not installed" if is_fsspec else str(error)
             raise ValueError(
-                f"{scheme}://...: checkpoints at a URL need {needed}: pip install "
-                "'echelon[remote]', or mount the storage and pass its folder"
+                f"{scheme}://...: {reason}. Run pip install 'echelon[remote]' and install the "
+                "package for the store, or mount the storage and pass its folder"
             ) from None
         except ValueError as error:
             raise ValueError(f"{scheme}://...: {error}") from None
