@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from echelon.dist.backends.shm import memory
+from echelon.errors import CollectiveError
 
 _SCRIPT = """
 import os
@@ -52,3 +55,15 @@ def test_the_file_has_its_size_and_no_name(monkeypatch):
         assert found.st_blocks * 512 >= 100_000
     finally:
         os.close(fd)
+
+
+def test_a_full_folder_is_named_where_shm_does_not_exist(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(memory, "_FILES", str(tmp_path / "shm"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "memfd_create", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CollectiveError, match=f"shared memory in {tmp_path} .*free space there"):
+        memory.anonymous_file(1 << 20)

@@ -240,6 +240,6 @@ def parse(address: str) -> tuple[str, int, str]:
 
 
 def _failed(name: str, error: BaseException) -> CollectiveError:
-    made = CollectiveError(f"setting up group {name!r}: {error}", group=name, operation="init")
+    made = CollectiveError(f"cannot set up group {name!r}: {error}", group=name, operation="init")
     made.__cause__ = error
     return made

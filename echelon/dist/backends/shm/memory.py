@@ -62,7 +62,8 @@ def anonymous_file(num_bytes: int) -> int:
     """Create anonymous memory of a fixed size; return its descriptor.
 
     Raises:
-        CollectiveError: memfd_create is not permitted and /dev/shm is too full.
+        CollectiveError: memfd_create is not permitted, and /dev/shm (or, if it does not exist, the
+            folder for temporary files) is full.
     """
     try:
         fd = os.memfd_create("echelon-shm", os.MFD_CLOEXEC)
@@ -73,16 +74,17 @@ def anonymous_file(num_bytes: int) -> int:
 
 
 def _unlinked_file(num_bytes: int) -> int:
-    """Create an unlinked file of `num_bytes` bytes in /dev/shm, and allocate its space."""
-    where = _FILES if os.path.isdir(_FILES) else None  # noqa: PTH112
+    """Create an unlinked file of `num_bytes` bytes, in /dev/shm if that exists; allocate it."""
+    has_shm = os.path.isdir(_FILES)  # noqa: PTH112
+    where = _FILES if has_shm else tempfile.gettempdir()
+    advice = "enlarge /dev/shm (docker run --shm-size)" if has_shm else "free space there"
     with tempfile.TemporaryFile(dir=where) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as err:
             raise CollectiveError(
                 f"cannot allocate {num_bytes / 1e6:.1f} MB of shared memory in {where} for a "
-                f"group: {err.strerror}. memfd_create is not permitted here, so enlarge "
-                "/dev/shm (docker run --shm-size)",  # noqa: S108 -- advice
+                f"group: {err.strerror}. memfd_create is not permitted here, so {advice}",
                 operation="init",
             ) from err
         return os.dup(file.fileno())
