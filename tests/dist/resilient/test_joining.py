@@ -141,7 +141,7 @@ def test_a_state_that_cannot_be_sent_is_refused_at_the_start(replaces):
     if replaces:
         with pytest.raises(
             ValueError,
-            match=r"the state cannot be sent to a rank that replaces a lost one: also\[0\]\['seen'\] has type",
+            match=r"sent to a rank that replaces a lost one: also\[0\]\['seen'\] has type",
         ):
             training.train(World(dist.world(), 0, ()))
     else:
