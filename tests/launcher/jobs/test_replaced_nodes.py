@@ -53,6 +53,8 @@ def train():
         same = SameBits(model, optimizer, micro_batches=6, group=world.group, probe=False)
 
         def train_step(step):
+            if rank == 0 and full > 1 and step == LOST_AT:
+                print("holds step", step, flush=True)
             while rank == 0 and full > 1 and step == LOST_AT and not is_lost.exists():
                 time.sleep(0.01)
             while full > 1 and step >= MEETS_AT and world.group.size < full:
@@ -165,6 +167,7 @@ def test_a_spare_node_takes_the_place_of_a_killed_one(tmp_path, layout):
             first, second = job.start(0), job.start(1)
             first.wait_for("starting 4 ranks")
             spare = job.start(2)
+            first.wait_for("holds step 5")
             second.wait_for("committed 3 of 4")
             first.wait_for("it will join at the next restart")
             _kill_all(made[1])
@@ -183,6 +186,7 @@ def test_a_node_that_is_cut_off_and_one_that_connects_later(tmp_path):
         job = _Job(tmp_path, made, "sharded", spares=0)
         try:
             first, second = job.start(0), job.start(1)
+            first.wait_for("holds step 5")
             second.wait_for("committed 3 of 4")
             made[1].cut()
             job.is_lost.touch()
@@ -208,6 +212,7 @@ def test_a_node_that_was_frozen_finds_that_its_ranks_were_replaced(tmp_path):
             first.wait_for("starting 4 ranks")
             spare = job.start(2)
             first.wait_for("it will join at the next restart")
+            first.wait_for("holds step 5")
             second.wait_for("committed 3 of 4")
             frozen = _pids(made[1])
             for pid in frozen:
@@ -234,6 +239,7 @@ def test_a_launcher_that_is_started_again_takes_its_ranks_back(tmp_path):
         job = _Job(tmp_path, made, "replicated", spares=0)
         try:
             first, second = job.start(0), job.start(1)
+            first.wait_for("holds step 5")
             second.wait_for("committed 3 of 4")
             _kill_all(made[1])
             job.is_lost.touch()
@@ -255,6 +261,7 @@ def test_a_spare_that_is_killed_while_its_ranks_start_is_followed_by_another(tmp
             first.wait_for("starting 4 ranks")
             spare = job.start(2)
             first.wait_for("it will join at the next restart")
+            first.wait_for("holds step 5")
             second.wait_for("committed 3 of 4")
             _kill_all(made[1])
             job.is_lost.touch()
