@@ -127,7 +127,7 @@ def _loaded_after(code: str) -> set[str]:
         "from echelon.cli import main; main(['run', '--help'])",
         "from echelon.cli import main; main(['--version'])",
         "from echelon.cli import main; main(['plan', '--help'])",
-        "import echelon.planner.planner, echelon.dist.pipeline.simulate.simulator",
+        "import echelon.planner.planner, echelon.dist.pipeline.simulation.simulator",
         "from echelon.analysis.cli import main; main(['--help'])",
     ],
 )
@@ -169,3 +169,16 @@ def test_an_unknown_command_is_one_line_and_exit_code_2():
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+
+
+def test_no_public_name_hides_a_module():
+    hidden = []
+    for path in _PACKAGE.rglob("__init__.py"):
+        package = ".".join(("echelon", *path.parent.relative_to(_PACKAGE).parts))
+        modules = {one.stem for one in path.parent.glob("*.py")}
+        modules |= {one.parent.name for one in path.parent.glob("*/__init__.py")}
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                names = {one.asname or one.name for one in node.names}
+                hidden += [f"{package}.{name}" for name in sorted(names & modules)]
+    assert hidden == []

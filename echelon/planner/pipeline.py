@@ -77,8 +77,8 @@ def course(
             recomputation.
     """
     from echelon.dist.pipeline.plan.catalog import schedule as make
-    from echelon.dist.pipeline.simulate.costs import Costs
-    from echelon.dist.pipeline.simulate.simulator import simulate
+    from echelon.dist.pipeline.simulation.costs import Costs
+    from echelon.dist.pipeline.simulation.simulator import simulate
 
     plan = make(schedule, pp, microbatches, chunks if chunks > 1 else None)
     costs = Costs(

@@ -18,7 +18,7 @@ from typing import Any
 from echelon.dist.checkpoint.disk.folder import COMMIT, candidates, marked
 from echelon.dist.checkpoint.disk.manifest import Manifest
 from echelon.dist.checkpoint.disk.source import Version
-from echelon.dist.checkpoint.export import export
+from echelon.dist.checkpoint.exporting import export
 from echelon.dist.checkpoint.state.entries import MODULE, OPTIMIZER, RANDOM
 from echelon.dist.checkpoint.state.plain import unpack
 from echelon.errors import CheckpointError

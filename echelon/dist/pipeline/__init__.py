@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from echelon.dist.pipeline.plan.action import Action
 from echelon.dist.pipeline.plan.catalog import schedule
 from echelon.dist.pipeline.plan.plan import Plan, PlanError
-from echelon.dist.pipeline.simulate.costs import Costs
-from echelon.dist.pipeline.simulate.simulator import simulate
+from echelon.dist.pipeline.simulation.costs import Costs
+from echelon.dist.pipeline.simulation.simulator import simulate
 
 if TYPE_CHECKING:
     from echelon.dist.pipeline.execute.partition import split

@@ -9,12 +9,12 @@ from pathlib import Path
 from echelon.dist.pipeline.plan.catalog import NAMES, schedule
 from echelon.dist.pipeline.plan.lower import add_messages, add_sharding
 from echelon.dist.pipeline.plan.plan import Plan, counted
-from echelon.dist.pipeline.simulate.costs import Costs
-from echelon.dist.pipeline.simulate.grid import draw_grid, draw_summary
-from echelon.dist.pipeline.simulate.picture import draw_svg
-from echelon.dist.pipeline.simulate.search import Load, search
-from echelon.dist.pipeline.simulate.simulator import simulate
-from echelon.dist.pipeline.simulate.trace import draw_trace
+from echelon.dist.pipeline.simulation.costs import Costs
+from echelon.dist.pipeline.simulation.grid import draw_grid, draw_summary
+from echelon.dist.pipeline.simulation.picture import draw_svg
+from echelon.dist.pipeline.simulation.search import Load, search
+from echelon.dist.pipeline.simulation.simulator import simulate
+from echelon.dist.pipeline.simulation.trace import draw_trace
 
 
 def main(argv: list[str] | None = None) -> int:

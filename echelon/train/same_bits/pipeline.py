@@ -30,8 +30,8 @@ from echelon.train.same_bits.checks import (
     runs_of,
     unchanged_buffers,
 )
-from echelon.train.same_bits.fingerprint import joined
 from echelon.train.same_bits.fingerprint_log import FingerprintLog
+from echelon.train.same_bits.fingerprints import joined
 from echelon.train.same_bits.gradients import Gradients, digest, merge
 from echelon.train.same_bits.micro_random import (
     continued_random,

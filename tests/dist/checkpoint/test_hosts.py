@@ -14,9 +14,8 @@ pytestmark = [pytest.mark.netns, needs_hosts]
 _RANK = """
 import sys, torch
 import echelon.dist as dist
-from echelon.dist.checkpoint import load, save
-save_module = sys.modules["echelon.dist.checkpoint.save"]
-save_module._SHARED_S = 0.5
+from echelon.dist.checkpoint import load, save, saving
+saving._SHARED_S = 0.5
 shared, private = sys.argv[1:]
 world = dist.init(timeout_s=60)
 assert world.backend == "shm+gloo", world.backend

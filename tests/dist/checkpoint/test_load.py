@@ -13,13 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from echelon.dist.checkpoint import load, save  # noqa: E402
+from echelon.dist.checkpoint import load, save, saving  # noqa: E402
 from echelon.dist.checkpoint.disk.folder import versions  # noqa: E402
 from echelon.dist.checkpoint.state.held import Held  # noqa: E402
 from echelon.errors import CheckpointError  # noqa: E402
 from tests.dist.checkpoint.states import make, same  # noqa: E402
-
-save_module = sys.modules["echelon.dist.checkpoint.save"]  # the function hides its name
 
 
 @pytest.fixture
@@ -386,7 +384,7 @@ def test_a_copy_for_the_background_is_complete_when_the_call_returns():
         def cpu(self):
             return torch.ones(3)
 
-    copied = save_module._copy(Held("t", (3,), Far()))
+    copied = saving._copy(Held("t", (3,), Far()))
     assert copied.data.tolist() == [1.0] * 3
 
 
@@ -426,8 +424,8 @@ def test_a_checkpoint_is_announced_to_the_launcher_once_it_is_committed(
     def note(path, step):
         told.append((path, step, len(versions(path))))
 
-    monkeypatch.setattr(save_module, "note_checkpoint", note)
-    monkeypatch.setattr(save_module, "last_step", lambda: 57)
+    monkeypatch.setattr(saving, "note_checkpoint", note)
+    monkeypatch.setattr(saving, "last_step", lambda: 57)
     pending = save(tmp_path / "saved", {"step": 7}, async_op=async_op)
     if pending is not None:
         pending.wait()

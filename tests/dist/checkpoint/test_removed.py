@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from echelon.dist.checkpoint import load, save  # noqa: E402
+from echelon.dist.checkpoint import load, loading, save  # noqa: E402
 from echelon.errors import CheckpointError  # noqa: E402
-
-module = importlib.import_module("echelon.dist.checkpoint.load")
 
 
 @pytest.fixture
@@ -24,14 +21,14 @@ def folder(tmp_path):
 
 def load_while(monkeypatch, folder, happens):
     """Load, and let something happen between the choice of a version and its opening."""
-    opened = module._open
+    opened = loading._open
 
     def open_after(place, state):
         if happens:
             happens.pop()()
         return opened(place, state)
 
-    monkeypatch.setattr(module, "_open", open_after)
+    monkeypatch.setattr(loading, "_open", open_after)
     return load(folder, {"weight": torch.zeros(9)})["step"]
 
 

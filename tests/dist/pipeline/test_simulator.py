@@ -10,10 +10,10 @@ import pytest
 
 from echelon.dist.pipeline import Costs, PlanError, schedule, simulate
 from echelon.dist.pipeline.plan.plan import Plan
-from echelon.dist.pipeline.simulate.grid import draw_grid, draw_summary
-from echelon.dist.pipeline.simulate.picture import draw_svg
-from echelon.dist.pipeline.simulate.search import Load, search
-from echelon.dist.pipeline.simulate.trace import draw_trace
+from echelon.dist.pipeline.simulation.grid import draw_grid, draw_summary
+from echelon.dist.pipeline.simulation.picture import draw_svg
+from echelon.dist.pipeline.simulation.search import Load, search
+from echelon.dist.pipeline.simulation.trace import draw_trace
 
 
 def test_latency_is_paid_on_the_way_there_and_back():

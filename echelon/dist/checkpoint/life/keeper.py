@@ -28,7 +28,7 @@ from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
 from echelon.dist.checkpoint.ranks.pending import PendingSave
 from echelon.dist.checkpoint.remote.steps import steps_of
 from echelon.dist.checkpoint.remote.store import place_of
-from echelon.dist.checkpoint.save import begin
+from echelon.dist.checkpoint.saving import begin
 from echelon.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from echelon.dist.pipeline.plan.action import MESSAGES, SHARDING, Action, Kind
 from echelon.dist.pipeline.plan.check import required_messages
 from echelon.dist.pipeline.plan.plan import Plan
-from echelon.dist.pipeline.simulate.simulator import simulate
+from echelon.dist.pipeline.simulation.simulator import simulate
 
 _MAKER = {
     Kind.SEND_F: (Kind.FORWARD,),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon.dist.checkpoint.disk.source import Source
-from echelon.dist.checkpoint.load import load_source
+from echelon.dist.checkpoint.loading import load_source
 from echelon.dist.checkpoint.ranks.peers import Peers, find, together
 from echelon.train.models.config import ModelConfig
 from echelon.train.models.hugging_face.config_file import read_with_notes

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from echelon.dist.pipeline.plan.catalog import NAMES, schedule
 from echelon.dist.pipeline.plan.plan import Plan, plan_of
-from echelon.dist.pipeline.simulate.costs import Costs
-from echelon.dist.pipeline.simulate.fitted import fitted
-from echelon.dist.pipeline.simulate.simulator import Simulation, simulate
+from echelon.dist.pipeline.simulation.costs import Costs
+from echelon.dist.pipeline.simulation.fitted import fitted
+from echelon.dist.pipeline.simulation.simulator import Simulation, simulate
 
 _CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 

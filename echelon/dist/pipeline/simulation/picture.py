@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape
 
 from echelon.dist.pipeline.plan.action import Action, Kind
 from echelon.dist.pipeline.plan.plan import counted
-from echelon.dist.pipeline.simulate.simulator import Simulation, Slot
+from echelon.dist.pipeline.simulation.simulator import Simulation, Slot
 
 _COLORS = {  # the first chunk's; later ones are lighter
     Kind.FORWARD: (66, 133, 201),

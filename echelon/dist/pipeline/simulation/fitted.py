@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from echelon.dist.pipeline.plan.action import Action, Kind, forward, input_grad, weight_grad
 from echelon.dist.pipeline.plan.needs import Thing, makes, needs
-from echelon.dist.pipeline.simulate.costs import Costs, of_stage
+from echelon.dist.pipeline.simulation.costs import Costs, of_stage
 
 
 def fitted(

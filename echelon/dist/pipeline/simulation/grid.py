@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from echelon.dist.pipeline.plan.plan import counted
-from echelon.dist.pipeline.simulate.simulator import Simulation, Slot
+from echelon.dist.pipeline.simulation.simulator import Simulation, Slot
 
 _MOST_LINES = 2000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from echelon.dist.pipeline.simulate.simulator import Simulation
+from echelon.dist.pipeline.simulation.simulator import Simulation
 
 
 def draw_trace(simulation: Simulation, us_per_unit: float = 1000.0) -> str:

@@ -14,7 +14,7 @@ from echelon.dist.pipeline.plan.action import Action, Kind
 from echelon.dist.pipeline.plan.deadlock import blocked
 from echelon.dist.pipeline.plan.needs import Product, Thing, makes, needs
 from echelon.dist.pipeline.plan.plan import Plan
-from echelon.dist.pipeline.simulate.costs import Costs, PerStage, of_stage
+from echelon.dist.pipeline.simulation.costs import Costs, PerStage, of_stage
 
 
 @dataclass(frozen=True, slots=True)
