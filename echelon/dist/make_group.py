@@ -27,6 +27,7 @@ from echelon.errors import CollectiveError
 from echelon.host.identity import is_same_host, process_identity
 from echelon.store import PrefixStore, TCPStore
 from echelon.store.base import Store
+from echelon.store.deadline import time_left_s
 
 Facts = list[dict[str, Any]]
 
@@ -212,7 +213,7 @@ class GroupMaker:
         self, members: Members, store: PrefixStore, facts: Facts, deadline_s: float
     ) -> Engine:
         on_host = _host_backend(facts)
-        engine = registry.create(self._backend or on_host, members, store, _left_s(deadline_s))
+        engine = registry.create(self._backend or on_host, members, store, time_left_s(deadline_s))
         if self._backend is None:
             return Router(members, store, engine, makes_engines=True)
         is_device = engine.device != "cpu"
@@ -220,7 +221,7 @@ class GroupMaker:
             return Router(members, store, engine)
         try:
             below = PrefixStore("host", store)
-            host = registry.create(on_host, members, below, _left_s(deadline_s))
+            host = registry.create(on_host, members, below, time_left_s(deadline_s))
         except BaseException:
             engine.close()
             raise
@@ -239,7 +240,3 @@ def _address(store: Store) -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return address_towards(store.host, store.port) if isinstance(store, TCPStore) else ""
-
-
-def _left_s(deadline_s: float) -> float:
-    return max(0.001, deadline_s - time.monotonic())

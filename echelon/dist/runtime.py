@@ -31,6 +31,7 @@ from echelon.errors import CollectiveError, StoreConnectionError, StoreError
 from echelon.recorder import span
 from echelon.recorder.clock import ClockOffset
 from echelon.store import MemoryStore, PrefixStore, TCPStore
+from echelon.store.deadline import time_left_s
 
 DEFAULT_TIMEOUT_S = 600.0
 _CLOCKS_S = 30.0
@@ -527,7 +528,7 @@ def _meet(
     while True:
         connection = None
         try:
-            left_s = max(0.001, deadline_s - time.monotonic())
+            left_s = time_left_s(deadline_s)
             connection = joining.connection = _connect(rendezvous, left_s)
             joining.check()
             return connection, next_round(members, _attempt(rendezvous, connection), deadline_s)

@@ -21,6 +21,14 @@ def seconds(timeout: Timeout) -> float:
     return value
 
 
+def time_left_s(deadline_s: float) -> float:
+    """Return the number of seconds until a `time.monotonic()` value, at least 0.001.
+
+    Many calls treat a timeout of 0 or less as an error, or as no limit.
+    """
+    return max(0.001, deadline_s - time.monotonic())
+
+
 class Deadline:
     """A point in time by which a call must be complete.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from echelon.dist.backends.host_engine import HostEngine
 from echelon.dist.backends.interface import Engine, Members, Watch
 from echelon.dist.operation.arrays import Flat
 from echelon.dist.operation.operation import Operation, encode_call
+from echelon.store.deadline import time_left_s
 
 
 class LevelWatch:
@@ -73,7 +73,7 @@ class Level:
             source=source,
             target=target,
             shape=shape or (),
-            timeout_s=max(0.001, watch.deadline_s - time.monotonic()),
+            timeout_s=time_left_s(watch.deadline_s),
             call=encode_call(kind, reduce_op, dtype, root, shape),
         )
         self._sequence += 1

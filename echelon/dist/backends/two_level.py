@@ -56,6 +56,7 @@ from echelon.dist.operation.operation import ANY_SOURCE, Operation
 from echelon.errors import CollectiveError, CollectiveMismatchError
 from echelon.host.identity import host_identity
 from echelon.store import PrefixStore
+from echelon.store.deadline import time_left_s
 
 
 def not_ready() -> str:
@@ -117,13 +118,13 @@ class TwoLevelEngine(HostEngine):
     def _level_inside(self, path: str, store: PrefixStore) -> Level:
         near = self._hosts[self._mine]
         members = self._some(near)
-        left_s = max(0.001, self._deadline_s - time.monotonic())
+        left_s = time_left_s(self._deadline_s)
         return Level(members, shm.create(members, PrefixStore(path, store), left_s), near)
 
     def _level_across(self, path: str, store: PrefixStore) -> tuple[gloo.GlooEngine, Level]:
         alike = [ranks[self._place] for ranks in self._hosts]
         members = self._some(alike)
-        left_s = max(0.001, self._deadline_s - time.monotonic())
+        left_s = time_left_s(self._deadline_s)
         engine = gloo.GlooEngine(members, PrefixStore(path, store), left_s, is_step=True)
         return engine, Level(members, engine, alike)
 

@@ -10,6 +10,7 @@ from echelon.dist.backends.interface import Members
 from echelon.errors import CollectiveTimeoutError, StoreTimeoutError
 from echelon.store import PrefixStore
 from echelon.store.base import Store
+from echelon.store.deadline import time_left_s
 
 
 def gather(
@@ -25,7 +26,7 @@ def gather(
             that never arrived or, if every member arrived at some time, those that withdrew.
     """
     value = json.dumps(mine).encode()
-    left = max(0.001, deadline_s - time.monotonic())
+    left = time_left_s(deadline_s)
     try:
         store.set(f"{key}/came/{members.rank}", b"1")
         values = store.gather(key, members.rank, members.size, value, timeout=left)

@@ -29,6 +29,7 @@ from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.epochs import Epochs
 from echelon.errors import CollectiveError
 from echelon.recorder.continuation import Epoch
+from echelon.store.deadline import time_left_s
 
 ADMITTED_S = 1e6  # 11 days: a rank that joins waits for the end of a step, however long
 JOINS_S = 180.0  # the launcher ends a rank that does not join within 120 s of the others' meeting
@@ -123,7 +124,7 @@ def wait_until_admitted(epochs: Epochs, timeout_s: float = ADMITTED_S) -> Epoch:
     own = runtime.own_rank()
     deadline_s = time.monotonic() + timeout_s
     while True:
-        epoch = epochs.next(max(0.001, deadline_s - time.monotonic()))
+        epoch = epochs.next(time_left_s(deadline_s))
         if own in epoch.dismissed:
             sys.exit(0)
         if own in epoch.roster and epoch.life_of(own) == runtime.own_life():

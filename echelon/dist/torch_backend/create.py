@@ -20,6 +20,7 @@ from echelon.dist.torch_backend.group import TorchGroup
 from echelon.dist.torch_backend.store import Meeting
 from echelon.errors import CollectiveTimeoutError, StoreError, StoreTimeoutError
 from echelon.store import PrefixStore
+from echelon.store.deadline import time_left_s
 
 _CLOCKS_S = 30.0
 _NAME_CHARS = 8  # of torch's hashed group names
@@ -89,7 +90,7 @@ class Maker:
 
     def _make(self, name: str, store: PrefixStore, deadline_s: float) -> ProcessGroup:
         group = GroupMaker(self.ranks[self.rank], store, None, self._options).make(
-            self.ranks, name, store, max(0.001, deadline_s - time.monotonic())
+            self.ranks, name, store, time_left_s(deadline_s)
         )
         group.timeout_s = self.timeout_s
         if self.is_world:

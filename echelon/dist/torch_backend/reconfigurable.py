@@ -27,6 +27,7 @@ from echelon.dist.torch_backend.group import TorchGroup
 from echelon.dist.torch_backend.store import observed
 from echelon.errors import CollectiveError
 from echelon.store import PrefixStore, TCPStore
+from echelon.store.deadline import time_left_s
 
 _EPOCH = 1  # of the end of a configuration; each has a GroupMaker of its own
 
@@ -75,7 +76,7 @@ class Configuration:
             self._maker = maker
             if self._error is not None:
                 raise self._error
-        left_s = max(0.001, deadline_s - time.monotonic())
+        left_s = time_left_s(deadline_s)
         self._made = maker.make(self._ranks, description, store, left_s)
         self._made.timeout_s = self.timeout_s
         return self._made

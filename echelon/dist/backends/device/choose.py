@@ -7,7 +7,6 @@ through pinned host memory (`engines/staged.py`). The ranks agree on the choice.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 from echelon.dist.backends import registry
@@ -16,6 +15,7 @@ from echelon.dist.backends.device.runtime import DeviceRuntime
 from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.membership.meet import exchange
 from echelon.store import PrefixStore
+from echelon.store.deadline import time_left_s
 
 
 def refusal(device: str, *, is_staged: bool) -> str:
@@ -63,9 +63,9 @@ def create(
     is_shared = max(Counter(fact["device"] for fact in facts).values()) > 1
     is_alike = len({fact["name"] for fact in facts}) == 1
     if name and is_alike and not (is_own and is_shared):
-        return registry.create(name, members, store, _left_s(deadline_s))
+        return registry.create(name, members, store, time_left_s(deadline_s))
     runtime = _runtime(members.device)
-    below = registry.create(host, members, PrefixStore("host", store), _left_s(deadline_s))
+    below = registry.create(host, members, PrefixStore("host", store), time_left_s(deadline_s))
     return StagedEngine(runtime, members, below)
 
 
@@ -80,7 +80,3 @@ def _lack(device: str) -> str:
 def _runtime(device: str) -> DeviceRuntime:
     made = registry.runtime(device)
     return DeviceRuntime(device) if made is None else made(device)
-
-
-def _left_s(deadline_s: float) -> float:
-    return max(0.001, deadline_s - time.monotonic())

@@ -42,6 +42,7 @@ from echelon.dist.operation.operation import Operation
 from echelon.dist.progress.aside import make_aside
 from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
+from echelon.store.deadline import time_left_s
 
 _OWN_SUMS = frozenset({"float32", "float64", "int32", "int64"})
 _OWN_OPS = frozenset({"sum", "min", "max", "prod"})
@@ -159,7 +160,7 @@ class GlooEngine(HostEngine):
 
     def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
         """Start an exchange of `data` with the only other member; see `Transport.swap`."""
-        return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
+        return self._transport.swap(out, data, time_left_s(deadline_s))
 
     def finish(self, watch: Watch, work: Any) -> None:
         """Wait for an operation started by `start_all_gather` or `start_swap`."""
@@ -381,7 +382,7 @@ def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float)
 def _connect(members: Members, store: PrefixStore, address: str, deadline_s: float) -> Any:
     from echelon.dist.backends.gloo.transport import Transport
 
-    left_s = max(0.001, deadline_s - time.monotonic())
+    left_s = time_left_s(deadline_s)
     try:
         # Gloo waits in C, also for a peer that has published its address and died.
         return make_aside(

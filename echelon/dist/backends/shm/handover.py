@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import cast
 
+from echelon.store.deadline import time_left_s
+
 _PEER_CREDENTIALS = struct.Struct("3i")
 _GROUP_RANK = struct.Struct("<I")
 _SLICE_S = 0.1
@@ -122,7 +124,7 @@ def receive(
 def _connect(peer: socket.socket, name: str, deadline_s: float, check: Check) -> None:
     """Connect, retrying while the socket's backlog is full."""
     while True:
-        peer.settimeout(max(0.001, deadline_s - time.monotonic()))
+        peer.settimeout(time_left_s(deadline_s))
         try:
             return peer.connect(f"\0{name}")
         except BlockingIOError:
@@ -170,7 +172,7 @@ def _take(
     """Receive `num_bytes` bytes (fewer if the stream ends) and any descriptors sent with them."""
     data, fds = b"", []
     while len(data) < num_bytes:
-        peer.settimeout(max(0.001, min(_SLICE_S, deadline_s - time.monotonic())))
+        peer.settimeout(min(_SLICE_S, time_left_s(deadline_s)))
         try:
             more, new, _, _ = socket.recv_fds(peer, num_bytes - len(data), max(num_fds, 1))
         except TimeoutError:

@@ -46,6 +46,7 @@ from echelon.dist.operation.operation import Operation
 from echelon.dist.progress.executor import Lane, LanePending
 from echelon.errors import CollectiveError, StoreTimeoutError
 from echelon.store import PrefixStore
+from echelon.store.deadline import time_left_s
 
 _JOIN_S = 1.0
 _BYTE = library.DTYPES["uint8"]
@@ -236,7 +237,7 @@ class XcclEngine:
         if self._members.rank == 0:
             store.set("unique_id", library.unique_id())
         try:
-            left_s = max(0.001, joining.deadline_s - time.monotonic())
+            left_s = time_left_s(joining.deadline_s)
             store.wait(["unique_id"], timeout=left_s, check=self._members.check)
             drawn = store.get("unique_id", timeout=left_s)
         except StoreTimeoutError as err:

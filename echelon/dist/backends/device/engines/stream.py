@@ -37,6 +37,7 @@ from echelon.dist.operation.operation import OPEN, Operation
 from echelon.dist.progress.aside import make_aside
 from echelon.errors import CollectiveError, StoreTimeoutError
 from echelon.store import PrefixStore
+from echelon.store.deadline import time_left_s
 
 _LOOK_S = 0.1
 _END_S = 0.5  # how long `cut` and `close` wait for the library
@@ -323,7 +324,7 @@ class StreamEngine:
         return make_aside(join, lambda handle: handle.abort(0.0), check)
 
     def _drawn(self, deadline_s: float, init: Operation) -> bytes:
-        left_s = max(0.001, deadline_s - time.monotonic())
+        left_s = time_left_s(deadline_s)
         try:
             self._store.wait(["unique_id"], timeout=left_s, check=self._members.check)
         except StoreTimeoutError as err:
