@@ -208,7 +208,7 @@ def _show_shards(unit: Unit) -> None:
     if driver.is_at_work(unit):
         raise RuntimeError(
             f"the state of {unit} was read or set during a forward or backward pass, which needs "
-            "the whole parameters: read or set the state between steps"
+            "the full parameters: read or set the state between steps"
         )
     unit.adopt()
     driver.release([unit])

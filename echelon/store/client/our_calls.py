@@ -77,7 +77,7 @@ class OurCalls(Store):
         payload = self._ask(operation, key, query, body, can_repeat=can_repeat)
         if payload is None:
             raise StoreProtocolError(
-                f"{operation} on {self.endpoint}: the server's answer has no value"
+                f"{operation} on {self.endpoint}: the server's reply does not contain a value"
             )
         return payload
 

@@ -247,7 +247,7 @@ def _watch(peer: Peer, tag: int, keys: list[bytes]) -> bytes:
 
 def _presence(peer: Peer, _: int, key: bytes, value: bytes, lease_ms: int) -> bytes:
     if not peer.session:
-        raise ValueError("a presence needs a session: send HELLO first")
+        raise ValueError("a presence requires a session: send HELLO first")
     if not _MIN_LEASE_MS <= lease_ms <= _MAX_LEASE_MS:
         raise ValueError(
             f"the lease for key {show_key(key)} must be from {_MIN_LEASE_MS} to "

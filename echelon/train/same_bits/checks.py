@@ -50,7 +50,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if any(group.get("fused") for group in optimizer.param_groups):
         raise ValueError(
             f"{type(optimizer).__name__}(fused=True) rounds the last elements of a tensor "
-            "differently from the rest, so the bits depend on where shards end: use fused=False"
+            "differently from the rest, so the results depend on where shards end: use fused=False"
         )
 
 

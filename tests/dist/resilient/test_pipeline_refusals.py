@@ -229,7 +229,7 @@ def test_a_module_is_not_a_pipeline():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_divide, "does not support tensor parallelism: '0.weight' is divided"),
+        (_divide, "split by tensor parallelism, such as '0.weight'"),
         (_expand, r"buffer '.*ones' is expanded and cannot be restored"),
         (lambda layers: layers.to("meta"), "'0.weight' is on meta, but run_pipeline supports"),
     ],

@@ -67,7 +67,8 @@ def check_setup(setup: Any) -> None:
             )
         if slice_of(tensor) is not None:
             raise ValueError(
-                f"resilient.run_pipeline does not support tensor parallelism: {name!r} is divided"
+                "resilient.run_pipeline does not support parameters that are split by tensor "
+                f"parallelism, such as {name!r}"
             )
         if tensor.device.type != "cpu":
             raise ValueError(
